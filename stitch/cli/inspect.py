@@ -1,0 +1,213 @@
+"""`stitch status`, `stitch log tail`, `stitch topics create`: what the log says, for people and for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from stitch.cli.options import json_option, log_option, policy_option, run
+from stitch.core import lineage as lineage_fold
+from stitch.core.admission import lag
+from stitch.core.errors import UnreadableEvent
+from stitch.core.events import Decision, ReplicaState
+from stitch.core.fleet import Fleet
+from stitch.core.lineage import Lineage, PolicyLineage, Position
+from stitch.core.replay import plain
+from stitch.log.events import read
+from stitch.log.opening import open_log
+from stitch.log.port import EventLog, Record, Stream
+from stitch.log.read import read_all
+from stitch.log.views import fleet_follower, lineage_follower
+from stitch.wire.codec import Skipped
+
+TAIL_POLL_SECONDS: Final = 1.0
+"""How long one look for new records waits; bounds how late Ctrl-C is noticed."""
+
+
+@click.command()
+@log_option()
+@policy_option(required=False)
+@json_option()
+def status(log_url: str, policy: str | None, as_json: bool) -> None:
+    """Show each policy's tip and channels, and each replica's version and state."""
+    lineage, fleet = run(_views(log_url))
+    policies = [p for p in lineage.policies.values() if policy in (None, p.policy)]
+    report = {
+        "log": log_url.split("?")[0],
+        "policies": [_policy_row(p) for p in policies],
+        "replicas": [_replica_row(m.state, lineage, fleet) for m in fleet.members.values() if policy in (None, m.state.policy)],
+    }
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        _print_status(report)
+
+
+async def _views(log_url: str) -> tuple[Lineage, Fleet]:
+    async with open_log(log_url) as log, _following(log) as (lineage, fleet):
+        return await lineage.catch_up(), await fleet.catch_up()
+
+
+@asynccontextmanager
+async def _following(log: EventLog) -> AsyncIterator[tuple[Any, Any]]:
+    lineage, fleet = lineage_follower(log), fleet_follower(log)
+    tasks = [asyncio.create_task(f.run()) for f in (lineage, fleet)]
+    try:
+        yield lineage, fleet
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _policy_row(policy: PolicyLineage) -> dict[str, Any]:
+    return {
+        "policy": policy.policy,
+        "run": policy.owner.run if policy.owner else None,
+        "writer": policy.owner.writer if policy.owner else None,
+        "epoch": policy.epoch,
+        "tip": str(policy.tip) if policy.tip else None,
+        "versions": len(policy.versions),
+        "channels": {name: str(c.target) if c.target else None for name, c in sorted(policy.channels.items())},
+    }
+
+
+def _replica_row(state: ReplicaState, lineage: Lineage, fleet: Fleet) -> dict[str, Any]:
+    member = fleet.members[state.replica]
+    serving = state.serving
+    return {
+        "replica": state.replica,
+        "policy": state.policy,
+        "pool": state.pool,
+        "phase": state.phase.value,
+        "silent": fleet.silent(member),
+        "serving": str(serving) if serving else None,
+        "target": str(state.target) if state.target else None,
+        "lag": lag(lineage.policy(state.policy), serving) if serving else None,
+        "in_flight": state.in_flight,
+        "pause_ms": state.pause_ms,
+        "error": state.error,
+        "url": state.url,
+    }
+
+
+def _print_status(report: dict[str, Any]) -> None:
+    console = Console()
+    if not report["policies"]:
+        console.print("Nothing was published yet. `stitch publish DIR` makes the first version.")
+    for row in report["policies"]:
+        console.print(
+            f"[bold]{row['policy']}[/]  run {row['run']}  tip {row['tip']}  epoch {row['epoch']}  {row['versions']} versions"
+        )
+        console.print("  channels: " + ", ".join(f"{name} -> {target}" for name, target in row["channels"].items()))
+    table = Table("replica", "phase", "serving", "lag", "target", "in flight", "last pause", "error")
+    for row in report["replicas"]:
+        pause = "" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms"
+        phase = f"{row['phase']} (silent)" if row["silent"] and row["phase"] not in ("left", "failed") else row["phase"]
+        cells = (row["replica"], phase, row["serving"], row["lag"], row["target"], row["in_flight"], pause, row["error"])
+        table.add_row(*("" if cell is None else str(cell) for cell in cells))
+    console.print(table)
+
+
+@click.group()
+def log() -> None:
+    """Look into the log."""
+
+
+@log.command()
+@log_option()
+@click.option("--stream", type=click.Choice([s.value for s in Stream]), default=Stream.PUBLICATIONS.value, show_default=True)
+@click.option("--follow/--no-follow", default=False, help="Go on with new records until stopped.")
+@click.option("-n", "count", type=click.IntRange(min=0), default=20, show_default=True, help="Records to begin with.")
+@json_option()
+def tail(log_url: str, stream: str, follow: bool, count: int, as_json: bool) -> None:
+    """Print the newest events of a stream; for publications, with what became of each."""
+    run(_tail(log_url, Stream(stream), follow, count, as_json))
+
+
+async def _tail(log_url: str, stream: Stream, follow: bool, count: int, as_json: bool) -> None:
+    async with open_log(log_url) as log:
+        lineage = Lineage()
+        rows: list[dict[str, Any]] = []
+        records = await read_all(log, stream)
+        for record in records:
+            lineage, row = _row(lineage, record)
+            rows.append(row)
+        for row in rows[len(rows) - min(count, len(rows)) :]:
+            _print_row(row, as_json)
+        if not follow:
+            return
+        start = records[-1].offset + 1 if records else (await log.bounds(stream)).end
+        async with await log.reader(stream, start) as reader:  # type: ignore[arg-type]
+            while True:
+                for record in await reader.poll(TAIL_POLL_SECONDS):
+                    lineage, row = _row(lineage, record)
+                    _print_row(row, as_json)
+
+
+def _row(lineage: Lineage, record: Record) -> tuple[Lineage, dict[str, Any]]:
+    row: dict[str, Any] = {"offset": record.offset, "time_ms": record.time_ms, "key": record.key}
+    try:
+        event = read(record)
+    except UnreadableEvent as error:
+        return lineage, {**row, "type": "unreadable", "event": {"error": str(error)}}
+    if isinstance(event, Skipped):
+        return lineage, {**row, "type": event.type, "event": {"skipped": event.reason}}
+    row = {**row, "type": type(event).__name__, "event": plain(event)}
+    if record.stream is Stream.PUBLICATIONS and isinstance(event, Decision):
+        at = Position(offset=record.offset, time_ms=record.time_ms)
+        lineage, verdict = lineage_fold.apply(lineage, event, at)
+        row["verdict"] = verdict.value
+    return lineage, row
+
+
+def _print_row(row: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(row))
+        return
+    when = datetime.fromtimestamp(row["time_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    told = " ".join(f"{k}={_short(v)}" for k, v in row["event"].items() if v not in (None, "", {}, []) and k not in _QUIET)
+    click.echo(f"{row['offset']:>7}  {when}  {row.get('verdict', ''):<10.10} {row['type']:<18} {told}".rstrip())
+
+
+_QUIET: Final = frozenset({"base", "event_id", "life", "manifest", "anchor_manifest", "expected_head", "weights_digest", "source"})
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"run", "number"}:
+        return f"{value['run']}/{value['number']}"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+@click.group()
+def topics() -> None:
+    """Make the log's streams, or check them."""
+
+
+@topics.command()
+@log_option()
+def create(log_url: str) -> None:
+    """Make the streams that are missing, and check the settings of all."""
+    run(_setup(log_url, create=True))
+    click.echo("the log's streams stand")
+
+
+@topics.command()
+@log_option()
+def check(log_url: str) -> None:
+    """Check the streams; make nothing."""
+    run(_setup(log_url, create=False))
+    click.echo("the log's streams stand")
+
+
+async def _setup(log_url: str, *, create: bool) -> None:
+    async with open_log(log_url) as log:
+        await log.setup(create=create)

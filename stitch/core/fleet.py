@@ -1,0 +1,153 @@
+"""The fleet fold: what each replica last said of itself, and who may activate.
+
+A record of the activation stream is a replica's whole state, so the fold needs no history: begun anywhere, it is right about
+every replica that spoke since. An incarnation is the log's own offset of the `joined` record. The newest join of a replica id
+wins, and what an older life still writes is ignored by all.
+
+Nothing here ends by the reader's clock. Leases are the gateway's, on its own monotonic clock; slots end by broker time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from immutables import Map
+
+from stitch.core.events import Phase, ReplicaState, Transition
+from stitch.core.ids import Incarnation, Offset, PoolName, ReplicaId
+from stitch.core.lineage import Position
+
+LEASE_PERIODS: Final = 5
+"""Heartbeats that may be missed before a replica counts as gone."""
+SERVING_PER_SLOT: Final = 4
+"""One replica in so many may be activating at a time."""
+SLOT_MS: Final = 120_000
+"""Bound on the length of an activation, by broker time; what holds a slot longer has lost it."""
+
+
+class Heard(StrEnum):
+    """What became of a record, for every reader alike."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    FENCED = "fenced"
+    OLD = "old"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A replica as the stream tells it. `want` is the offset of its open `activation_wanted`,
+    `started` when it was first heard to be activating."""
+
+    state: ReplicaState
+    incarnation: Incarnation
+    heard: Position
+    want: Offset | None = None
+    started: Position | None = None
+
+    @property
+    def lease_ms(self) -> int:
+        """How long the replica may be silent."""
+        return LEASE_PERIODS * self.state.heartbeat_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All replicas that were heard of, also those that left. `now_ms` is the broker time of the newest record."""
+
+    members: Map[ReplicaId, Member] = field(default_factory=Map)
+    now_ms: int = 0
+
+    def pool(self, pool: PoolName) -> Iterable[Member]:
+        """The members of a pool, in no order."""
+        return (m for m in self.members.values() if m.state.pool == pool)
+
+    def silent(self, member: Member) -> bool:
+        """Whether the member's lease is over by broker time."""
+        return member.heard.time_ms + member.lease_ms < self.now_ms
+
+
+def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard]:
+    """The fleet after the record, and what became of the record."""
+    old = fleet.members.get(state.replica)
+    heard = _judge(old, state, at)
+    now_ms = max(fleet.now_ms, at.time_ms)
+    if heard is not Heard.ACCEPTED:
+        return Fleet(members=fleet.members, now_ms=now_ms), heard
+    same_life = old if old is not None and old.state.life == state.life else None
+    member = Member(
+        state=state,
+        incarnation=Incarnation(at.offset) if state.incarnation is None else state.incarnation,
+        heard=at,
+        want=_want(same_life, state, at),
+        started=_started(same_life, state, at),
+    )
+    return Fleet(members=fleet.members.set(state.replica, member), now_ms=now_ms), heard
+
+
+def _judge(old: Member | None, state: ReplicaState, at: Position) -> Heard:
+    if old is None:
+        return Heard.ACCEPTED
+    if old.state.life == state.life:
+        if state.transition is Transition.JOINED or state.event_id == old.state.event_id:
+            return Heard.DUPLICATE
+        return Heard.ACCEPTED if state.sequence > old.state.sequence else Heard.OLD
+    incarnation = at.offset if state.incarnation is None else state.incarnation
+    return Heard.ACCEPTED if incarnation > old.incarnation else Heard.FENCED
+
+
+def _want(same_life: Member | None, state: ReplicaState, at: Position) -> Offset | None:
+    """A heartbeat takes no want back: it may have been written before the want was read back, thus without its offset."""
+    if state.transition is Transition.ACTIVATION_WANTED:
+        return at.offset
+    if state.want is None and state.transition is Transition.HEARTBEAT and same_life is not None:
+        return same_life.want
+    return state.want
+
+
+def _started(same_life: Member | None, state: ReplicaState, at: Position) -> Position | None:
+    if state.phase is not Phase.ACTIVATING:
+        return None
+    return same_life.started if same_life is not None and same_life.started is not None else at
+
+
+# --- the activation budget --------------------------------------------------------------------------------------------------
+
+
+def slots(fleet: Fleet, pool: PoolName) -> int:
+    """How many of the pool may activate at a time: a quarter of the serving ones, at least one."""
+    serving = sum(1 for m in fleet.pool(pool) if m.state.phase.in_rotation and not fleet.silent(m))
+    return max(1, serving // SERVING_PER_SLOT)
+
+
+def open_wants(fleet: Fleet, pool: PoolName) -> list[Member]:
+    """The members that want to activate or do, in log order. One that fell silent or held a slot for too long has none."""
+    wants = [m for m in fleet.pool(pool) if m.want is not None and not fleet.silent(m) and not _overdue(fleet, m)]
+    return sorted(wants, key=lambda m: m.want or 0)
+
+
+def may_activate(fleet: Fleet, replica: ReplicaId) -> bool:
+    """Whether the replica's own want, read back, is among the first slots."""
+    me = fleet.members.get(replica)
+    if me is None:
+        return False
+    first = open_wants(fleet, me.state.pool)[: slots(fleet, me.state.pool)]
+    return any(m.state.replica == replica for m in first)
+
+
+def held_back(fleet: Fleet, replica: ReplicaId) -> bool:
+    """Whether the replica's target failed terminally on as many of its pool as there are slots, and succeeded on none."""
+    me = fleet.members.get(replica)
+    if me is None or me.state.target is None:
+        return False
+    target, pool = me.state.target, me.state.pool
+    failed = sum(1 for m in fleet.pool(pool) if m.state.phase is Phase.FAILED and m.state.target == target)
+    succeeded = any(m.state.serving == target and m.state.phase.in_rotation for m in fleet.pool(pool))
+    return failed >= slots(fleet, pool) and not succeeded
+
+
+def _overdue(fleet: Fleet, member: Member) -> bool:
+    return member.started is not None and member.started.time_ms + SLOT_MS < fleet.now_ms

@@ -1,0 +1,281 @@
+"""EventLog on Apache Kafka: one topic of one partition per stream, `<namespace>.<stream>`.
+
+Readers are assigned by hand, belong to no consumer group and never reset their position by themselves. They read uncommitted:
+Stitch opens no transaction, and one that a stranger leaves open must not hold readers back. (Several partitions of rollouts,
+which Kafka would allow, are not read yet; `setup` refuses them.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Self, TypeVar
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
+
+from stitch.core.errors import InvalidRequest, LogDiverged, Unavailable
+from stitch.core.ids import Offset
+from stitch.log.kafka_append import REFUSALS, Appender, describe
+from stitch.log.kafka_settings import KafkaSettings, parse_kafka_url
+from stitch.log.kafka_topics import set_up
+from stitch.log.keeping import APPEND_TIMEOUT_S, READ_TIMEOUT_S, check_draft
+from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.read import last_record
+
+FETCH_WAIT_MS: Final = 500
+"""How long a broker holds a fetch that finds nothing."""
+SILENCE_S: Final = 8.0
+"""Without any answer to a fetch for this long, though the broker owes one every FETCH_WAIT_MS, the log counts as away."""
+SLICE_S: Final = 1.0
+"""Of a poll, after which the position and the age of the last answer are looked at."""
+REQUEST_TIMEOUT_MS: Final = 10_000
+CONNECT_S: Final = 5.0
+"""For a poll to connect anew, however short it is."""
+STOP_TIMEOUT_S: Final = 5.0
+"""For a consumer to close its connections."""
+
+T = TypeVar("T")
+
+
+class KafkaLog(EventLog):
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._appender = Appender(settings)
+        self._asker = _Consumer(settings)
+        self._readers: set[_KafkaReader] = set()
+        self._closed = False
+
+    @classmethod
+    def of_url(cls, url: str) -> Self:
+        """Raises InvalidRequest."""
+        return cls(parse_kafka_url(url))
+
+    @property
+    def url(self) -> str:
+        return self._settings.url
+
+    async def setup(self, *, create: bool) -> None:
+        self._check_open()
+        await set_up(self._settings, create=create)
+
+    async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
+        check_draft(draft)
+        self._check_open()
+        await self._appender.append(self._settings.topic(stream), draft, APPEND_TIMEOUT_S if timeout is None else timeout)
+
+    async def bounds(self, stream: Stream) -> Bounds:
+        partition = self._partition(stream)
+
+        async def ask(consumer: Any) -> Bounds:
+            start = (await consumer.beginning_offsets([partition]))[partition]
+            end = (await consumer.end_offsets([partition]))[partition]
+            return Bounds(start=Offset(start), end=Offset(end))
+
+        return await self._ask(ask)
+
+    async def offset_at(self, stream: Stream, time_ms: int) -> Offset:
+        partition = self._partition(stream)
+
+        async def ask(consumer: Any) -> Offset:
+            end = (await consumer.end_offsets([partition]))[partition]
+            found = (await consumer.offsets_for_times({partition: max(time_ms, 0)}))[partition]
+            return Offset(end if found is None else found.offset)
+
+        return await self._ask(ask)
+
+    async def newest(self, stream: Stream) -> Record | None:
+        return await last_record(self, stream)
+
+    async def reader(self, stream: Stream, start: Offset) -> Reader:
+        self._check_open()
+        reader = _KafkaReader(self, stream, start)
+        self._readers.add(reader)
+        try:
+            await reader.connect(READ_TIMEOUT_S)
+        except BaseException:
+            await reader.aclose()
+            raise
+        return reader
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.gather(*(reader.aclose() for reader in tuple(self._readers)))
+            await asyncio.gather(self._appender.close(), self._asker.close())
+
+    def _partition(self, stream: Stream) -> TopicPartition:
+        return TopicPartition(self._settings.topic(stream), 0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(f"{self.url}: closed")
+
+    async def _ask(self, question: Callable[[Any], Awaitable[T]]) -> T:
+        self._check_open()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                consumer, _ = await self._asker.started()
+                return await question(consumer)
+        except TimeoutError:
+            self._asker.discard()
+            raise Unavailable(f"{self.url}: no answer within {READ_TIMEOUT_S:g} s") from None
+        except KafkaError as error:
+            self._asker.discard()
+            raise as_ours(self.url, error) from error
+
+
+def as_ours(url: str, error: KafkaError | ConsumerStoppedError) -> InvalidRequest | Unavailable:
+    if isinstance(error, REFUSALS):
+        return InvalidRequest(f"log: {url} refused: {describe(error)}", field="log")
+    return Unavailable(f"{url}: {describe(error)}")
+
+
+class _Consumer:
+    """A consumer that is started when first needed, and again after it was discarded."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._consumer: Any = None
+        self._starting = asyncio.Lock()
+        self._discarded: set[asyncio.Task[None]] = set()
+
+    async def started(self, partition: TopicPartition | None = None, position: int = 0) -> tuple[Any, bool]:
+        """The consumer, and whether it is new; a new one is set to fetch the partition from `position`."""
+        async with self._starting:
+            fresh = self._consumer is None
+            if fresh:
+                consumer = AIOKafkaConsumer(
+                    **self._settings.client_options(),
+                    group_id=None,
+                    enable_auto_commit=False,
+                    auto_offset_reset="none",
+                    isolation_level="read_uncommitted",
+                    fetch_max_wait_ms=FETCH_WAIT_MS,
+                    request_timeout_ms=REQUEST_TIMEOUT_MS,
+                )
+                try:
+                    await consumer.start()
+                    if partition is not None:
+                        consumer.assign([partition])
+                        consumer.seek(partition, position)
+                except BaseException:
+                    self._retire(consumer)
+                    raise
+                self._consumer = consumer
+            return self._consumer, fresh
+
+    def discard(self) -> None:
+        if self._consumer is not None:
+            self._retire(self._consumer)
+            self._consumer = None
+
+    async def close(self) -> None:
+        self.discard()
+        if self._discarded:
+            await asyncio.wait(self._discarded)
+
+    def _retire(self, consumer: Any) -> None:
+        task = asyncio.get_running_loop().create_task(_stop(consumer), name="stop a consumer of Kafka")
+        self._discarded.add(task)
+        task.add_done_callback(self._discarded.discard)
+
+
+async def _stop(consumer: Any) -> None:
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await consumer.stop()
+    except TimeoutError:
+        await consumer._client.close()  # cuts the connections; what still waits for an answer ends with them
+
+
+class _KafkaReader(Reader):
+    def __init__(self, log: KafkaLog, stream: Stream, start: Offset) -> None:
+        self._log = log
+        self._stream = stream
+        self._partition = log._partition(stream)
+        self._position: int = start
+        self._consumer = _Consumer(log._settings)
+        self._polling = False
+        self._closed = False
+        self._answered_at = 0.0
+        """Monotonic time at which the broker was last known to answer."""
+        self._answer_stamp: int | None = None
+
+    @property
+    def position(self) -> Offset:
+        return Offset(self._position)
+
+    async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
+        if self._polling:
+            # The poll before was cancelled and may have taken records from the consumer that nobody saw.
+            self._consumer.discard()
+        self._polling = True
+        try:
+            records = await self._poll(time.monotonic() + timeout, max_records)
+        except OffsetOutOfRangeError:
+            self._consumer.discard()
+            raise LogDiverged(f"{self._log.url}: offset {self._position} of {self._stream} is not in the log") from None
+        except (KafkaError, ConsumerStoppedError) as error:
+            self._consumer.discard()
+            raise as_ours(self._log.url, error) from error
+        self._polling = False
+        return records
+
+    async def connect(self, timeout: float) -> Any:
+        """The consumer, started and set to the position. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(timeout):
+                consumer, fresh = await self._consumer.started(self._partition, self._position)
+        except TimeoutError:
+            raise Unavailable(f"{self._log.url}: not reached within {timeout:g} s") from None
+        except KafkaError as error:
+            raise as_ours(self._log.url, error) from error
+        if fresh:
+            self._answered_at = time.monotonic()
+            self._answer_stamp = None
+        return consumer
+
+    async def _poll(self, deadline: float, max_records: int) -> Sequence[Record]:
+        while True:
+            if self._closed:
+                raise Unavailable(f"{self._log.url}: reader of {self._stream} is closed")
+            consumer = await self.connect(max(CONNECT_S, deadline - time.monotonic()))
+            await asyncio.sleep(0)  # a poll of zero seconds must leave the fetching task its turn
+            wait_s = min(SLICE_S, max(0.0, deadline - time.monotonic()))
+            found = await consumer.getmany(self._partition, timeout_ms=int(wait_s * 1000), max_records=max_records)
+            # Beyond the last record, where control batches or compacted entries follow it.
+            self._position = await consumer.position(self._partition)
+            records = [_record(self._stream, each) for each in found.get(self._partition, ())]
+            self._check_answers(consumer, bool(records))
+            if records or time.monotonic() >= deadline:
+                return records
+
+    def _check_answers(self, consumer: Any, found: bool) -> None:
+        """Unavailable where brokers stopped answering; aiokafka would go on trying without a word."""
+        stamp = consumer.last_poll_timestamp(self._partition)
+        now = time.monotonic()
+        if found or stamp != self._answer_stamp:
+            self._answer_stamp = stamp
+            self._answered_at = now
+        elif now - self._answered_at > SILENCE_S:
+            self._consumer.discard()
+            raise Unavailable(f"{self._log.url}: no answer for {SILENCE_S:g} s")
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._log._readers.discard(self)
+            await self._consumer.close()
+
+
+def _record(stream: Stream, found: Any) -> Record:
+    return Record(
+        stream=stream,
+        offset=Offset(found.offset),
+        time_ms=found.timestamp,
+        key=(found.key or b"").decode(errors="replace"),  # a stranger's key; Stitch's own are text
+        value=found.value or b"",
+        headers=tuple((name, value or b"") for name, value in found.headers),
+    )

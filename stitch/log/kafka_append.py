@@ -1,0 +1,176 @@
+"""Appending to Kafka: one idempotent producer, thrown away after any failure.
+
+An idempotent producer never gives up on a batch, so each wait for it has a bound of ours. What is certain is told from what is
+not by where the wait ended: before the record was handed to the producer it cannot land; after that only a refusal by the
+broker is definite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
+    ClusterAuthorizationFailedError,
+    InvalidTimestampError,
+    InvalidTopicError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    ProducerClosed,
+    RecordListTooLargeError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+    UnsupportedSaslMechanismError,
+)
+
+from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
+from stitch.log.kafka_settings import KafkaSettings
+from stitch.log.port import Draft
+
+REQUEST_TIMEOUT_MS: Final = 10_000
+"""For one request to a broker. aiokafka then reconnects and sends again, so it is well below the time-out of an append."""
+STOP_TIMEOUT_S: Final = 5.0
+"""For a discarded producer to deliver what others still wait for."""
+FORCED_STOP_S: Final = 1.0
+"""For its tasks to end once its connections were cut."""
+MAX_REQUEST_BYTES: Final = 1_048_576
+"""The default of Kafka for one record with its framing; keeping.MAX_RECORD_BYTES stays below it."""
+
+REFUSALS: Final = (
+    AuthenticationFailedError,
+    AuthenticationMethodNotSupported,
+    ClusterAuthorizationFailedError,
+    InvalidTimestampError,
+    InvalidTopicError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    RecordListTooLargeError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
+)
+"""Answers that a retry cannot change, and after which nothing lands."""
+
+_logger = logging.getLogger(__name__)
+
+
+def describe(error: BaseException) -> str:
+    """Kafka's errors often have a name and no text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class Appender:
+    """Safe for concurrent use from one event loop."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._producer: Any = None
+        self._starting = asyncio.Lock()
+        self._discarded: set[asyncio.Task[None]] = set()
+
+    async def append(self, topic: str, draft: Draft, timeout: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        producer, sent = await self._hand_over(topic, draft, deadline, timeout)
+        # Nobody else may look at it, and an unread exception would be logged as lost.
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([sent], timeout=deadline - asyncio.get_running_loop().time())
+        if not sent.done():
+            self._discard(producer)
+            raise OutcomeUnknown(f"{self._settings.url}: the append was not confirmed within {timeout:g} s")
+        error = sent.exception()
+        if isinstance(error, REFUSALS):
+            raise InvalidRequest(f"{self._settings.url}: refused: {describe(error)}", field="record") from error
+        if error is not None:
+            self._discard(producer)
+            raise OutcomeUnknown(f"{self._settings.url}: {describe(error)}") from error
+
+    async def close(self) -> None:
+        self._discard(self._producer)
+        if self._discarded:
+            await asyncio.wait(self._discarded)
+
+    async def _hand_over(self, topic: str, draft: Draft, deadline: float, timeout: float) -> tuple[Any, asyncio.Future[Any]]:
+        """The producer that took the record, and its future; where this raises, none took it."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    producer = await self._started()
+                    try:
+                        sent: asyncio.Future[Any] = await producer.send(
+                            topic, value=draft.value, key=draft.key.encode(), headers=list(draft.headers)
+                        )
+                    except ProducerClosed:
+                        self._discard(producer)  # another append did, meanwhile
+                    else:
+                        return producer, sent
+        except TimeoutError:
+            self._discard(self._producer)
+            raise Unavailable(f"{self._settings.url}: not reached within {timeout:g} s; nothing was appended") from None
+        except UnknownTopicOrPartitionError:
+            raise Unavailable(
+                f"{self._settings.url}: there is no topic {topic}; make it with: stitch topics create --log {self._settings.url}"
+            ) from None
+        except REFUSALS as error:
+            raise InvalidRequest(f"{self._settings.url}: refused: {describe(error)}", field="record") from error
+        except KafkaError as error:
+            self._discard(self._producer)
+            raise Unavailable(f"{self._settings.url}: {describe(error)}; nothing was appended") from error
+
+    async def _started(self) -> Any:
+        async with self._starting:
+            if self._producer is None:
+                producer = AIOKafkaProducer(
+                    **self._settings.client_options(),
+                    acks="all",
+                    enable_idempotence=True,
+                    request_timeout_ms=REQUEST_TIMEOUT_MS,
+                    max_request_size=MAX_REQUEST_BYTES,
+                )
+                try:
+                    await producer.start()
+                except BaseException:
+                    self._retire(producer)
+                    raise
+                self._producer = producer
+            return self._producer
+
+    def _discard(self, producer: Any) -> None:
+        """No more appends go to it; those that it holds have a moment to be delivered."""
+        if producer is not None and producer is self._producer:
+            self._producer = None
+            self._retire(producer)
+
+    def _retire(self, producer: Any) -> None:
+        task = asyncio.get_running_loop().create_task(_stop(producer), name="stop a producer of Kafka")
+        self._discarded.add(task)
+        task.add_done_callback(self._discarded.discard)
+
+
+async def _stop(producer: Any) -> None:
+    """Ends a producer within STOP_TIMEOUT_S + 2 FORCED_STOP_S, whatever the brokers do.
+
+    The producer's own `stop` waits for deliveries without a bound and leaves a task behind where it is cut short, so its steps
+    are taken here. Appends that were not delivered run into their own time-outs.
+    """
+    producer._closed = True
+    flushing = asyncio.ensure_future(producer._message_accumulator.close())
+    sender = producer._sender.sender_task
+    tasks = {flushing} if sender is None else {flushing, sender}
+    await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await producer.client.close()  # cuts the request under way, for which a cancelled sender waits
+    _, stuck = await asyncio.wait(tasks, timeout=FORCED_STOP_S)
+    for task in stuck:
+        task.cancel()  # this time it reaches the request itself
+    await asyncio.wait(tasks, timeout=FORCED_STOP_S)
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            # Its appends have been told already.
+            _logger.debug("a discarded producer of Kafka ended with %s", describe(error))

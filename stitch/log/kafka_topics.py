@@ -1,0 +1,169 @@
+"""The topics of a namespace: made with the settings that the protocol needs, and refused with any that would lose records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+from stitch.core.errors import InvalidRequest, Unavailable
+from stitch.log.kafka_append import REFUSALS, describe
+from stitch.log.kafka_settings import KafkaSettings
+from stitch.log.keeping import COMPACTED, RETENTION_MS
+from stitch.log.port import Stream
+
+SETUP_TIMEOUT_S: Final = 30.0
+"""For four topics to be made and described; seconds on a healthy cluster."""
+REQUEST_TIMEOUT_MS: Final = 10_000
+SETTLE_S: Final = 0.1
+"""Between two looks for topics that were just made, until the brokers know them."""
+REPLICATED: Final = 3
+"""From so many replicas on, one may be lost while appends go on; fewer cannot both replicate and do without one."""
+
+FOR_EVER: Final = "-1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Topic:
+    """As found in the cluster."""
+
+    partitions: int
+    replication: int
+    settings: Mapping[str, str]
+
+
+def wanted(stream: Stream, replication: int) -> dict[str, str]:
+    """Settings with which the topic of a stream is made."""
+    return {
+        **required(stream, replication),
+        "retention.bytes": FOR_EVER,
+        "retention.ms": str(RETENTION_MS.get(stream, FOR_EVER)),
+    }
+
+
+def required(stream: Stream, replication: int) -> dict[str, str]:
+    """Settings that a topic must have; operators choose how long the streams that expire are kept."""
+    settings = {
+        "cleanup.policy": "compact" if stream in COMPACTED else "delete",
+        "message.timestamp.type": "LogAppendTime",
+        "min.insync.replicas": "2" if replication >= REPLICATED else "1",
+        "unclean.leader.election.enable": "false",
+    }
+    if stream not in RETENTION_MS and stream not in COMPACTED:
+        settings |= {"retention.ms": FOR_EVER, "retention.bytes": FOR_EVER}
+    return settings
+
+
+async def set_up(settings: KafkaSettings, *, create: bool) -> None:
+    """Makes missing topics where `create`, then checks all. Raises InvalidRequest or Unavailable."""
+    try:
+        async with asyncio.timeout(SETUP_TIMEOUT_S), _admin(settings) as admin:
+            topics = await _describe(admin, settings)
+            missing = [stream for stream in Stream if stream not in topics]
+            if missing and create:
+                await _create(admin, settings, missing)
+                topics = await _described_all(admin, settings)
+            _check(settings, topics)
+    except TimeoutError:
+        raise Unavailable(f"{settings.url}: no answer within {SETUP_TIMEOUT_S:g} s") from None
+    except REFUSALS as error:
+        raise InvalidRequest(f"log: {settings.url} refused: {describe(error)}", field="log") from error
+    except KafkaError as error:
+        raise Unavailable(f"{settings.url}: {describe(error)}") from error
+
+
+@asynccontextmanager
+async def _admin(settings: KafkaSettings) -> AsyncIterator[Any]:
+    admin = AIOKafkaAdminClient(**settings.client_options(), request_timeout_ms=REQUEST_TIMEOUT_MS)
+    try:
+        await admin.start()
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def _create(admin: Any, settings: KafkaSettings, streams: list[Stream]) -> None:
+    replication = settings.replication
+    if replication is None:
+        brokers = (await admin.describe_cluster())["brokers"]
+        replication = REPLICATED if len(brokers) >= REPLICATED else 1
+    topics = [NewTopic(settings.topic(stream), 1, replication, topic_configs=wanted(stream, replication)) for stream in streams]
+    response = await admin.create_topics(topics)
+    for topic, code, *text in response.topic_errors:
+        error = for_code(code)
+        if code and error is not TopicAlreadyExistsError:  # another process may be making it too
+            raise InvalidRequest(f"log: {settings.url}: cannot make topic {topic}: {error.__name__} {text}", field="log")
+
+
+async def _described_all(admin: Any, settings: KafkaSettings) -> dict[Stream, _Topic]:
+    while True:
+        topics = await _describe(admin, settings)
+        if len(topics) == len(Stream):
+            return topics
+        await asyncio.sleep(SETTLE_S)
+
+
+async def _describe(admin: Any, settings: KafkaSettings) -> dict[Stream, _Topic]:
+    """Those that exist. All topics are asked for, since a question for one by name may make it."""
+    names = {settings.topic(stream): stream for stream in Stream}
+    found = {entry["topic"]: entry["partitions"] for entry in await admin.describe_topics() if entry["topic"] in names}
+    resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in found]
+    topics: dict[Stream, _Topic] = {}
+    for response in await admin.describe_configs(resources) if resources else []:
+        for code, _, _, name, entries in response.resources:
+            if code == 0:
+                topics[names[name]] = _Topic(
+                    partitions=len(found[name]),
+                    replication=max((len(each["replicas"]) for each in found[name]), default=0),
+                    settings={entry[0]: entry[1] for entry in entries},
+                )
+            elif issubclass(for_code(code), REFUSALS):
+                raise for_code(code)(name)
+    return topics
+
+
+def _check(settings: KafkaSettings, topics: Mapping[Stream, _Topic]) -> None:
+    missing = [settings.topic(stream) for stream in Stream if stream not in topics]
+    if missing:
+        raise InvalidRequest(
+            f"log: {settings.url} lacks {', '.join(missing)}; make them with: stitch topics create --log {settings.url}",
+            field="log",
+        )
+    faults = [fault for stream, topic in topics.items() for fault in _faults(settings, stream, topic)]
+    if faults:
+        raise InvalidRequest(f"log: {settings.url} would lose or reorder records. {' '.join(faults)}", field="log")
+
+
+def _faults(settings: KafkaSettings, stream: Stream, topic: _Topic) -> list[str]:
+    name = settings.topic(stream)
+    faults = []
+    if topic.partitions != 1:
+        faults.append(
+            f"{name} has {topic.partitions} partitions and must have one, so that it has one order: delete it, "
+            f"or choose another namespace, then: stitch topics create --log {settings.url}"
+        )
+    wrong = {
+        key: value
+        for key, value in required(stream, topic.replication).items()
+        if not _satisfies(key, topic.settings.get(key), value)
+    }
+    if wrong:
+        has = ", ".join(f"{key}={topic.settings.get(key)}" for key in wrong)
+        change = ",".join(f"{key}={value}" for key, value in wrong.items())
+        faults.append(
+            f"{name} has {has}; mend it with: kafka-configs.sh --bootstrap-server {settings.servers[0]} --alter "
+            f"--entity-type topics --entity-name {name} --add-config {change}"
+        )
+    return faults
+
+
+def _satisfies(key: str, has: str | None, value: str) -> bool:
+    if key == "min.insync.replicas":
+        return has is not None and int(has) >= int(value)
+    return has == value

@@ -1,0 +1,90 @@
+"""Reading a stream to an end that was fixed at the call, so that it ends although others append meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from stitch.core.errors import Unavailable
+from stitch.core.ids import Offset
+from stitch.log.port import EventLog, Record, Stream
+
+READ_ALL_TIMEOUT_S: Final = 300.0
+"""For the whole: ten million records at the pace of the slowest log."""
+STALL_S: Final = 15.0
+"""Without a step forward, though the end was not reached."""
+POLL_S: Final = 0.5
+"""Of one poll. A stream may end in entries that are no records, which show only in the position after a poll."""
+
+
+async def pages(
+    log: EventLog,
+    stream: Stream,
+    *,
+    start: Offset | None = None,
+    until: Offset | None = None,
+    timeout: float = READ_ALL_TIMEOUT_S,
+) -> AsyncGenerator[Sequence[Record], None]:
+    """Records from `start` (default: the first held) to before `until` (default: the end at this moment), page by page.
+
+    Raises Unavailable after `timeout` seconds, or STALL_S without progress, and LogDiverged as readers do. Close it (aclosing)
+    where it is not read to its end.
+    """
+    loop = asyncio.get_running_loop()
+    if start is None or until is None:
+        bounds = await log.bounds(stream)
+        start = bounds.start if start is None else start
+        until = bounds.end if until is None else until
+    if start >= until:
+        return
+    deadline = loop.time() + timeout
+    stalled = loop.time() + STALL_S
+    async with await log.reader(stream, start) as reader:
+        while (position := reader.position) < until:
+            remaining = min(deadline, stalled) - loop.time()
+            if remaining <= 0:
+                raise Unavailable(f"{log.url}: {stream} was read to offset {position}, then no further; it ends at {until}")
+            records = await reader.poll(min(POLL_S, remaining))
+            if reader.position > position:
+                stalled = loop.time() + STALL_S
+            page = [record for record in records if record.offset < until]
+            if page:
+                yield page
+
+
+async def read_all(
+    log: EventLog,
+    stream: Stream,
+    *,
+    start: Offset | None = None,
+    until: Offset | None = None,
+    timeout: float = READ_ALL_TIMEOUT_S,
+) -> list[Record]:
+    """What `pages` gives, in one list."""
+    async with aclosing(pages(log, stream, start=start, until=until, timeout=timeout)) as found:
+        return [record async for page in found for record in page]
+
+
+async def latest_by_key(log: EventLog, stream: Stream, *, timeout: float = READ_ALL_TIMEOUT_S) -> dict[str, Record]:
+    """The last record of each key. Reads the whole stream, which compaction keeps short."""
+    latest: dict[str, Record] = {}
+    async with aclosing(pages(log, stream, timeout=timeout)) as found:
+        async for page in found:
+            latest.update((record.key, record) for record in page)
+    return latest
+
+
+async def last_record(log: EventLog, stream: Stream) -> Record | None:
+    """The newest record, for logs that can only read forwards: steps back from the end, twice as far each time."""
+    bounds = await log.bounds(stream)
+    step = 1
+    start = bounds.end
+    while start > bounds.start:
+        start = Offset(max(bounds.start, bounds.end - step))
+        found = await read_all(log, stream, start=start, until=bounds.end)
+        if found:
+            return found[-1]
+        step *= 2
+    return None

@@ -1,0 +1,97 @@
+"""The store side of a publisher: files uploaded in parallel, each held against what the store received; manifests and carried files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from stitch.core.errors import CorruptObject
+from stitch.core.manifest import Manifest, ManifestRef, StoredFile
+from stitch.store.hashing import digest_file
+from stitch.store.manifests import object_key, read_manifest, receipt, write_manifest
+from stitch.store.port import BlobStore
+from stitch.trainer.attempt import Attempt, Step
+from stitch.weights.encode import LocalFile
+
+UPLOAD_THREADS: Final = 8
+"""Objects under way at a time: enough to fill a fast network with streams of one connection each."""
+
+T = TypeVar("T")
+
+
+class Blobs:
+    """`scratch` keeps the files that are carried from version to version."""
+
+    def __init__(self, store: BlobStore, scratch: Path) -> None:
+        self._store, self._scratch = store, scratch
+        self._threads = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stitch-upload")
+
+    def close(self) -> None:
+        """Waits for the transfers in hand."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def upload(self, prefix: str, files: Sequence[LocalFile], attempt: Attempt) -> tuple[StoredFile, ...]:
+        """Every file as an object under the prefix, durable on return, in the order given.
+
+        Raises CorruptObject where a file changed meanwhile. Again with the same files is no error.
+        """
+        total = sum(file.source.stat().st_size for file in files)
+        done = 0
+
+        async def one(file: LocalFile) -> StoredFile:
+            nonlocal done
+            stored = await self._upload_one(prefix, file, attempt)
+            done += stored.size
+            attempt.report(Step.UPLOADING, bytes_done=done, bytes_total=total)
+            return stored
+
+        tasks = [asyncio.create_task(one(file)) for file in files]
+        try:
+            stored = tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+        attempt.report(Step.UPLOADED, bytes_done=total, bytes_total=total)
+        return stored
+
+    async def write_manifest(self, manifest: Manifest, base: Manifest | None, attempt: Attempt) -> ManifestRef:
+        return await self._call(attempt, partial(write_manifest, self._store, manifest, base))
+
+    async def read_manifest(self, ref: ManifestRef, attempt: Attempt) -> Manifest:
+        """Raises CorruptObject also where there is none."""
+        try:
+            return await self._call(attempt, partial(read_manifest, self._store, ref))
+        except KeyError as error:
+            raise CorruptObject(f"manifest {ref.key} is missing from {self._store.url}") from error
+
+    async def carried(self, manifest: Manifest, attempt: Attempt) -> tuple[LocalFile, ...]:
+        """The files that a version carries beside its weights, as local ones. Each is downloaded once."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        return tuple([await self._carry(file, attempt) for file in manifest.files])
+
+    async def _carry(self, file: StoredFile, attempt: Attempt) -> LocalFile:
+        source = self._scratch / file.blake3
+        if not source.exists():
+            part = source.with_suffix(".part")
+            try:
+                await self._call(attempt, partial(self._store.download, receipt(file), part))
+            except KeyError as error:
+                raise CorruptObject(f"object {file.key} ({file.path}) is missing from {self._store.url}") from error
+            part.rename(source)
+        return LocalFile(path=file.path, source=source)
+
+    async def _upload_one(self, prefix: str, file: LocalFile, attempt: Attempt) -> StoredFile:
+        digest, size = await self._call(attempt, partial(digest_file, file.source))
+        key = object_key(prefix, digest)
+        got = await self._call(attempt, partial(self._store.put, key, file.source))
+        if (got.blake3, got.size) != (digest, size):
+            raise CorruptObject(f"{file.path}: the store received other bytes than were read before; it was changed meanwhile")
+        return StoredFile(path=file.path, key=key, size=size, blake3=digest)
+
+    async def _call(self, attempt: Attempt, act: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await attempt.until_available(lambda: loop.run_in_executor(self._threads, act))

@@ -1,0 +1,96 @@
+"""State digests: what a tensor's bytes are, in 64 bits that can be updated where words change.
+
+The digest is the sum modulo 2^64 of mix(w ^ mix(i)) over the little-endian 64-bit words w at index i, the last one padded with
+zeros; mix is splitmix64. Every single changed word changes the sum. It detects corruption, not an attacker; objects are held
+against blake3 besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+
+from stitch.core.errors import CorruptObject
+from stitch.core.ids import StateDigest
+from stitch.core.manifest import TensorSpec, weights_digest
+from stitch.weights.host import HostTensor
+
+__all__ = ["check_tensor", "spec_of", "specs", "state_digest", "weights_digest"]
+
+_U64 = np.dtype("<u8")
+_WORD_BYTES: Final = 8
+_BLOCK_WORDS: Final = 16 * 1024
+"""Per pass: words, their mix and one more array (128 KiB each) stay in a core's own cache."""
+_INCREMENT: Final = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
+_SHIFT_1: Final = np.uint64(30)
+_SHIFT_2: Final = np.uint64(27)
+_SHIFT_3: Final = np.uint64(31)
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def state_digest(data: memoryview | bytes) -> StateDigest:
+    """Of a tensor's little-endian, contiguous bytes. Memory beyond the bytes themselves is constant."""
+    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    whole = view.nbytes // _WORD_BYTES
+    words: _Words = np.frombuffer(view[: whole * _WORD_BYTES], _U64) if whole else np.empty(0, _U64)
+    size = max(1, min(_BLOCK_WORDS, whole))
+    counter: _Words = np.arange(size, dtype=_U64)
+    mixed: _Words = np.empty(size, _U64)
+    scratch: _Words = np.empty(size, _U64)
+    total = 0
+    for start in range(0, whole, size):
+        block = words[start : start + size]
+        out, spare = mixed[: block.size], scratch[: block.size]
+        np.add(counter[: block.size], np.uint64(start), out=out)
+        _mix(out, spare)
+        np.bitwise_xor(out, block, out=out)
+        _mix(out, spare)
+        total += int(np.add.reduce(out, dtype=np.uint64))
+    tail = bytes(view[whole * _WORD_BYTES :])
+    if tail:
+        last: _Words = np.array([whole], _U64)
+        spare = np.empty(1, _U64)
+        _mix(last, spare)
+        last ^= np.frombuffer(tail.ljust(_WORD_BYTES, b"\0"), _U64)
+        _mix(last, spare)
+        total += int(last[0])
+    return StateDigest(f"{total % 2**64:016x}")
+
+
+def _mix(x: _Words, spare: _Words) -> None:
+    """splitmix64 in place; arithmetic on unsigned arrays wraps."""
+    x += _INCREMENT
+    np.right_shift(x, _SHIFT_1, out=spare)
+    x ^= spare
+    x *= _MULTIPLY_1
+    np.right_shift(x, _SHIFT_2, out=spare)
+    x ^= spare
+    x *= _MULTIPLY_2
+    np.right_shift(x, _SHIFT_3, out=spare)
+    x ^= spare
+
+
+def spec_of(tensor: HostTensor) -> TensorSpec:
+    """Name, dtype, shape and state digest."""
+    return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, state=state_digest(tensor.data))
+
+
+def specs(tensors: Iterable[HostTensor]) -> tuple[TensorSpec, ...]:
+    """Of all tensors, sorted by name."""
+    return tuple(sorted(map(spec_of, tensors), key=lambda spec: spec.name))
+
+
+def check_tensor(tensor: HostTensor, expected: TensorSpec, source: str) -> None:
+    """Raises CorruptObject naming `source` and the tensor where dtype, shape or bytes are not the expected ones."""
+    if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+        raise CorruptObject(
+            f"{source}: tensor {expected.name!r} is {tensor.dtype} {list(tensor.shape)}, "
+            f"not {expected.dtype} {list(expected.shape)}"
+        )
+    found = state_digest(tensor.data)
+    if found != expected.state:
+        raise CorruptObject(f"{source}: tensor {expected.name!r} has the state digest {found}, not {expected.state}")

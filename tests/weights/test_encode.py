@@ -1,0 +1,125 @@
+"""What a publisher is given to upload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stitch.core.errors import CorruptObject, InvalidRequest
+from stitch.core.manifest import Codec, Kind
+from stitch.weights.digest import specs, weights_digest
+from stitch.weights.encode import DELTA_FILE, encode_delta, encode_full
+from stitch.weights.safetensors import WEIGHTS_FILE, TensorFile, write_checkpoint
+from stitch.weights.tensors import iterate
+from tests.weights.versions import Weights, assert_same, changed, loaded, model
+
+pytestmark = pytest.mark.unit
+
+
+def held(path: Path) -> Weights:
+    with TensorFile(path) as file:
+        return {name: file.array(name).copy() for name in file.names}
+
+
+def test_full_from_a_mapping_and_an_iterable(tmp_path: Path) -> None:
+    one = encode_full(model(), tmp_path / "1")
+    two = encode_full(iter(model().items()), tmp_path / "2", max_shard_bytes=3000)
+    assert (one.kind, one.codec, one.complete) == (Kind.FULL, Codec.SAFETENSORS, True)
+    assert one.tensors == two.tensors == specs(iterate(model()))
+    assert one.weights_digest == two.weights_digest == weights_digest(one.tensors)
+    assert [file.path for file in one.weights] == [WEIGHTS_FILE]
+    assert len(two.weights) > 1
+    assert_same(loaded(tmp_path / "1"), model())
+    assert_same(loaded(tmp_path / "2"), model())
+
+
+def test_directory_is_published_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    names = write_checkpoint(folder, model(), max_shard_bytes=3000)
+    (folder / "config.json").write_text("{}")
+    encoded = encode_full(folder, tmp_path / "scratch")
+    assert [(file.path, file.source) for file in encoded.weights] == [(name, folder / name) for name in names]
+    assert [(file.path, file.source) for file in encoded.files] == [("config.json", folder / "config.json")]
+    assert not (tmp_path / "scratch").exists()
+    assert encoded.weights_digest == encode_full(model(), tmp_path / "other").weights_digest
+
+
+def test_damaged_directory_is_not_published(tmp_path: Path) -> None:
+    names = write_checkpoint(tmp_path, model(), max_shard_bytes=3000)
+    (tmp_path / names[-1]).write_bytes((tmp_path / names[-1]).read_bytes()[:-1])
+    with pytest.raises(CorruptObject, match=names[-1]):
+        encode_full(tmp_path, tmp_path / "scratch")
+
+
+def test_delta_holds_what_changed(tmp_path: Path) -> None:
+    base = specs(iterate(model()))
+    after = changed(model(), "layer.0", "scale")
+    encoded = encode_delta(after, base, tmp_path)
+    assert (encoded.kind, encoded.codec, encoded.complete) == (Kind.DELTA, Codec.CHANGED_TENSORS, False)
+    assert [file.path for file in encoded.weights] == [DELTA_FILE]
+    assert_same(held(encoded.weights[0].source), {name: after[name] for name in ("layer.0", "scale")})
+    assert encoded.weights_digest == weights_digest(specs(iterate(after)))
+    with pytest.raises(InvalidRequest, match="leaves tensors out"):
+        encoded.as_full()
+
+
+def test_unchanged_weights_make_an_empty_delta(tmp_path: Path) -> None:
+    encoded = encode_delta(model(), specs(iterate(model())), tmp_path)
+    assert held(encoded.weights[0].source) == {}
+    assert encoded.weights_digest == weights_digest(specs(iterate(model())))
+    assert not encoded.complete
+
+
+def test_delta_of_everything_is_a_full_checkpoint(tmp_path: Path) -> None:
+    before = {"a": np.zeros(3, np.float32), "b": np.zeros(4, np.int8)}
+    after = {"b": np.ones(4, np.int8), "a": np.ones(3, np.float32)}
+    encoded = encode_delta(after.items(), specs(iterate(before)), tmp_path)
+    assert encoded.complete
+    full = encoded.as_full()
+    assert (full.kind, full.codec, full.weights_digest) == (Kind.FULL, Codec.SAFETENSORS, encoded.weights_digest)
+    assert [file.path for file in full.weights] == [WEIGHTS_FILE]
+    assert_same(held(full.weights[0].source), after)
+    assert full.as_full() is full
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"new": np.zeros(1)}, "'new' is not in the base"),
+        (lambda w: {n: t for n, t in w.items() if n != "mask"}, "'mask' of the base is not given"),
+        (lambda w: w | {"mask": w["mask"].astype(np.int8)}, r"'mask' is I8 \[13\], in the base BOOL \[13\]"),
+        (lambda w: w | {"embed": w["embed"].reshape(16, 64)}, r"'embed' is BF16 \[16, 64\]"),
+        (lambda w: {("renamed" if n == "embed" else n): t for n, t in w.items()}, "'renamed' is not in the base"),
+    ],
+)
+def test_delta_against_another_form_is_refused_by_name(change, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A renamed tensor is never skipped in silence."""
+    with pytest.raises(InvalidRequest, match=message):
+        encode_delta(change(model()), specs(iterate(model())), tmp_path)
+
+
+def test_tensors_are_taken_one_at_a_time(tmp_path: Path) -> None:
+    scratch = np.zeros(50, np.float32)
+    before = specs(iterate({f"l{i}": np.full(50, i, np.float32) for i in range(4)}))
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for index in range(4):
+            scratch[:] = index + (index == 2)
+            yield f"l{index}", scratch
+
+    encoded = encode_delta(tensors(), before, tmp_path)
+    assert_same(held(encoded.weights[0].source), {"l2": np.full(50, 3, np.float32)})
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_base_and_delta_give_the_new_weights(data: st.DataObject, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    names = st.sets(st.sampled_from(sorted(model())))
+    after = changed(model(), *sorted(data.draw(names)), seed=data.draw(st.integers(0, 9)))
+    encoded = encode_delta(after, specs(iterate(model())), tmp_path_factory.mktemp("d"))
+    assert_same(model() | held(encoded.weights[0].source), after)

@@ -5,10 +5,13 @@ ASGI and the upstream client both speak of headers as pairs of bytes with lower-
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from typing import Final
 
-RawHeaders = Iterable[tuple[bytes, bytes]]
+from stitch.core.errors import InvalidRequest
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
 """(lower-case name, value) pairs, as ASGI gives them."""
 
 # What a request may carry. A gateway forwards them, with the run that it resolved.
@@ -54,6 +57,8 @@ _REQUEST_DROPPED: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect", 
 _ANSWER_DROPPED: Final = _HOP_BY_HOP | {b"date", b"server"}
 """The server states its own date."""
 
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
 
 def raw(name: str) -> bytes:
     """The name as it stands in raw headers."""
@@ -69,7 +74,9 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
 
 
 def to_forward(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """A request's headers without those that concern one hop alone."""
+    """A request's headers without those that concern one hop alone. Raises InvalidRequest where a value holds control characters."""
+    if _CONTROL.search(b"\t".join([value for _, value in headers])):
+        raise InvalidRequest("headers: a value holds control characters", field="headers")
     return _without(headers, _REQUEST_DROPPED)
 
 

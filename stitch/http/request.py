@@ -1,7 +1,7 @@
 """What a request asks for: policy, channel, constraint, wait, session.
 
-Headers and body are read apart and merged; a contradiction between the two is refused. Whatever a value looks like, the outcome is a
-`RequestSpec` or InvalidRequest whose `field` names the part: never another error.
+Headers and body are read apart and merged; a contradiction between the two is refused. Whatever a value looks like, the outcome
+is a `RequestSpec`, or InvalidRequest whose `field` names the part: never another error.
 """
 
 from __future__ import annotations
@@ -243,9 +243,7 @@ def _request_id(given: Mapping[str, bytes]) -> str | None:
     if value is None:
         return None
     if not _REQUEST_ID.match(value):
-        raise InvalidRequest(
-            f"request_id: header {names.REQUEST_ID} is not 1 to 128 of A-Z a-z 0-9 . _ : -", field="request_id"
-        )
+        raise InvalidRequest(f"request_id: header {names.REQUEST_ID} is not 1 to 128 of A-Z a-z 0-9 . _ : -", field="request_id")
     return value.decode("ascii")
 
 

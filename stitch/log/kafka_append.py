@@ -110,17 +110,19 @@ class Appender:
                     else:
                         return producer, sent
         except TimeoutError:
+            hint = "" if self._producer is None or topic in self._producer.client.cluster.topics() else self._no_topic(topic)
             self._discard(self._producer)
-            raise Unavailable(f"{self._settings.url}: not reached within {timeout:g} s; nothing was appended") from None
+            raise Unavailable(f"{self._settings.url}: not reached within {timeout:g} s; nothing was appended{hint}") from None
         except UnknownTopicOrPartitionError:
-            raise Unavailable(
-                f"{self._settings.url}: there is no topic {topic}; make it with: stitch topics create --log {self._settings.url}"
-            ) from None
+            raise Unavailable(f"{self._settings.url}: nothing was appended{self._no_topic(topic)}") from None
         except REFUSALS as error:
             raise InvalidRequest(f"{self._settings.url}: refused: {describe(error)}", field="record") from error
         except KafkaError as error:
             self._discard(self._producer)
             raise Unavailable(f"{self._settings.url}: {describe(error)}; nothing was appended") from error
+
+    def _no_topic(self, topic: str) -> str:
+        return f"; there seems to be no topic {topic}, which is made with: stitch topics create --log {self._settings.url}"
 
     async def _started(self) -> Any:
         async with self._starting:

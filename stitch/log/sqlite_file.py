@@ -70,7 +70,18 @@ def prepare(path: Path, url: str, *, create: bool) -> None:
     except OSError as error:
         raise Unavailable(f"{url}: {error.strerror}") from error
     except sqlite3.Error as error:
+        if _primary_code(error) == sqlite3.SQLITE_NOTADB:
+            raise InvalidRequest(f"log: {url} is no SQLite database", field="log") from error
         raise Unavailable(f"{url}: {error}") from error
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether others held a lock for too long; nothing was done then."""
+    return _primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
 def _connect(path: Path, mode: str, busy_s: float) -> sqlite3.Connection:
@@ -81,14 +92,9 @@ def _connect(path: Path, mode: str, busy_s: float) -> sqlite3.Connection:
 
 def _schema_version(connection: sqlite3.Connection, url: str) -> int:
     """0 for an empty database. InvalidRequest for one that is no log, or a log of another age."""
-    try:
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        raise
-    except sqlite3.DatabaseError as error:
-        raise InvalidRequest(f"log: {url} is no SQLite database", field="log") from error
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application == 0 and version == 0 and tables == 0:
         return 0
     if application != APPLICATION_ID:
@@ -110,9 +116,9 @@ def _create(path: Path, url: str) -> None:
             try:
                 if _schema_version(connection, url) == 0:
                     _write_schema(connection, url)
-            except sqlite3.OperationalError:
-                # Two that switch to WAL at once get SQLITE_BUSY without the busy time-out having its say.
-                if time.monotonic() > deadline:
+            except sqlite3.OperationalError as error:
+                # Of two that switch to WAL at once, one is told so without the busy time-out having its say.
+                if not is_busy(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(CREATE_RETRY_S)
             else:

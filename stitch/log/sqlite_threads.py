@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 from stitch.core.errors import LogDiverged, OutcomeUnknown, StitchError, Unavailable
 from stitch.log.bell import Bell
 from stitch.log.port import Draft, Stream
-from stitch.log.sqlite_file import BUSY_S, Identity, LogFile
+from stitch.log.sqlite_file import BUSY_S, Identity, LogFile, is_busy
 
 FOLLOW_INTERVAL_S: Final = 0.025
 """Between two looks for commits of other processes: a follower hears of a record within 50 ms, and idles at half a percent
@@ -162,7 +162,7 @@ class Appender(_Worker[_Append]):
                 file = self._opened()
                 file.begin()
             except sqlite3.OperationalError as error:
-                if not _is_busy(error):
+                if not is_busy(error):
                     self._fail(batch, Unavailable(f"{self._home.url}: {error}; nothing was appended"))
             except (StitchError, sqlite3.Error) as error:
                 self._fail(batch, self._as_ours(error))
@@ -263,7 +263,3 @@ class Asker(_Worker[_Question]):
         else:
             for stream in moved:
                 self._home.bells[stream].ring()
-
-
-def _is_busy(error: sqlite3.OperationalError) -> bool:
-    return (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

@@ -76,7 +76,7 @@ class Gate:
         self.waiting += 1
         try:
             while True:
-                # A version is waited for as long as the client asked; the gate, and a place behind it, as long as an activation lasts.
+                # A version is waited for as the client asked; the gate, and a place behind it, as long as an activation lasts.
                 bound = wait if isinstance(found, WeightVersionNotReady) else max(wait, self._wait_seconds)
                 remaining = start + bound - time.monotonic()
                 if remaining <= 0:

@@ -7,8 +7,8 @@ deleted: bytes of an attempt that failed may belong to a decision that still lan
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stitch.core.errors import CorruptObject, InvalidRequest, Unavailable, VersionConflict
@@ -134,16 +134,7 @@ class Author:
             files=stored[len(encoded.weights) :],
         )
         ref = await self._write_manifest(manifest, None, attempt)
-        offer = BaseOffer(number=number, manifest=ref)
-        return Opening(
-            policy=opening.policy,
-            run=opening.run,
-            writer=opening.writer,
-            boot=opening.boot,
-            base=offer,
-            alias=opening.alias,
-            take_over=opening.take_over,
-        )
+        return replace(opening, base=BaseOffer(number=number, manifest=ref))
 
     # --- publish ---
 
@@ -192,7 +183,8 @@ class Author:
         event = plan_publication(policy, self.session, candidate, new_event_id())
         if await self._decisions.settle(event, attempt) is Fate.REFUSED:
             check_owned(self.lineage, self.session)
-            raise VersionConflict(f"version {event.number} of run {self.run} was refused: {self.lineage.verdicts.get(event.event_id)}")
+            why = self.lineage.verdicts.get(event.event_id)
+            raise VersionConflict(f"version {event.number} of run {self.run} was refused: {why}")
         version = self._version_of(event)
         attempt.report(Step.ACCEPTED)
         await self._decisions.write_pointers()

@@ -1,4 +1,4 @@
-"""The store side of a publisher: files uploaded in parallel, each held against what the store received; manifests and carried files."""
+"""The store side of a publisher: files uploaded in parallel, each held against what the store received, and manifests."""
 
 from __future__ import annotations
 

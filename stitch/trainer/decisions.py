@@ -92,7 +92,7 @@ class Decisions:
             async with asyncio.timeout(POINTERS_SECONDS):
                 await write_pointers(self._log, lambda: self._lineage.state, self._pointers, source=self._source)
         except (StitchError, TimeoutError) as error:
-            _logger.warning("pointers of %s were not written (%s); whoever sees them behind will", self._policy, error or "too slow")
+            _logger.warning("pointers of %s were not written; whoever sees them behind will: %r", self._policy, error)
 
     async def _append_once(self, decision: Decision, attempt: Attempt, waits: Iterator[float]) -> float:
         """How long the copy should be waited for before another one is appended."""

@@ -22,7 +22,7 @@ CHAIN_BYTES_RATIO: Final = 1.0
 def wants_full(policy: PolicyLineage, tip: RunVersion) -> bool:
     """Whether the version after `tip` should be an anchor."""
     *deltas, anchor = policy.chain(tip)
-    deltas = [version for version in deltas if version.kind is Kind.DELTA]
+    deltas = [version for version in deltas if version.kind is Kind.DELTA and version.alias_of is None]
     full_size = anchor.anchor_size if anchor.anchor is not None else anchor.size
     too_heavy = full_size > 0 and sum(version.size for version in deltas) > CHAIN_BYTES_RATIO * full_size
     return len(deltas) + 1 >= ANCHOR_EVERY or too_heavy

@@ -14,7 +14,7 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ConnectionClosedError
+from botocore.exceptions import ClientError, ConnectionClosedError
 
 from stitch.core.errors import CorruptObject, InvalidRequest, Unavailable, VersionConflict
 from stitch.store import s3, s3_calls
@@ -225,6 +225,32 @@ def test_a_create_whose_answer_was_lost_succeeds(store: S3Store, spy: Spy, opera
     receipt = store.put("k", data)
     assert spy.made.count(operation) >= 2
     assert store.get("k", limit=len(data), expect=receipt.blake3) == data
+
+
+def test_a_lost_completion_that_the_server_forgot_succeeds(store: S3Store, spy: Spy) -> None:
+    """Some servers answer the repeated completion with NoSuchUpload: the upload became the object."""
+
+    def forget(real: Callable[..., Any], **arguments: Any) -> Any:
+        real(**arguments)
+        answer: Any = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+        raise ClientError(answer, "CompleteMultipartUpload")
+
+    data = b"x" * (PART_BYTES + 1)
+    spy.instead["complete_multipart_upload"] = forget
+    receipt = store.put("k", data)
+    assert spy.made.count("create_multipart_upload") == 1
+    assert store.get("k", limit=len(data), expect=receipt.blake3) == data
+
+
+def test_what_is_too_long_is_not_read(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("k", b"12345")
+
+    def read(_: object) -> Iterator[bytes]:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(store._calls, "read", read)
+    with pytest.raises(CorruptObject):
+        store.get("k", limit=4)
 
 
 def test_a_create_that_lost_a_race_unseen_learns_it(store: S3Store, spy: Spy, raw: Callable[..., Any]) -> None:

@@ -178,7 +178,10 @@ def test_writer_demands_its_layout(tmp_path: Path) -> None:
     layout = [("a", "U8", (2,)), ("b", "U8", (1,))]
     with pytest.raises(InvalidRequest, match="'b' was never written"), TensorWriter(tmp_path / "1", layout) as writer:
         writer.write("a", b"12")
-    with pytest.raises(InvalidRequest, match="'b' of 1 bytes given, 'a' of 2 bytes expected"), TensorWriter(tmp_path / "2", layout) as w:
+    with (
+        pytest.raises(InvalidRequest, match="'b' of 1 bytes given, 'a' of 2 bytes expected"),
+        TensorWriter(tmp_path / "2", layout) as w,
+    ):
         w.write("b", b"1")
     with pytest.raises(InvalidRequest, match="'a' of 3 bytes given"), TensorWriter(tmp_path / "3", layout) as w:
         w.write("a", b"123")

@@ -80,7 +80,6 @@ async def _play(stage: Any, log_url: str, store_url: str, workdir: Path, steps: 
     publisher = await asyncio.to_thread(Publisher.open, policy=POLICY, run=RUN, log=log_url, store=store_url, base=base)
     try:
         await starting
-        stage.ledger.published(0, publisher.weights_digest)
         stage.ledger.notes.append("replicas load version 0")
         await stage.wait_for(replicas)
         await learn(stage, publisher, base, steps=steps, seed=SEED)

@@ -13,14 +13,14 @@ from typing import Final
 
 from stitch.cli.demo.ledger import Ledger
 from stitch.core.events import Event, ReplicaState
-from stitch.core.ids import ReplicaId
-from stitch.core.lineage import Position
+from stitch.core.ids import PolicyId, ReplicaId
+from stitch.core.lineage import PolicyLineage, Position
 from stitch.log.opening import open_log
-from stitch.log.views import fleet_follower
+from stitch.log.views import fleet_follower, lineage_follower
 from stitch.pools.children import Child
 from stitch.pools.local import LocalPool
 
-POLICY: Final = "demo"
+POLICY: Final = PolicyId("demo")
 RUN: Final = "demo-1"
 HEARTBEAT_SECONDS: Final = 1.0
 """Twice as often as by default, so that a killed replica leaves the table within seconds."""
@@ -70,10 +70,11 @@ async def scene(*, workdir: Path, log_url: str, store_url: str, ledger: Ledger) 
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(open_log(log_url))
         await log.setup(create=True)
-        follower = fleet_follower(log)
-        follower.listeners.append(lambda event, at: _heard(ledger, event, at))
-        following = asyncio.create_task(follower.run())
-        stack.push_async_callback(_cancel, following)
+        fleet, lineage = fleet_follower(log), lineage_follower(log)
+        fleet.listeners.append(lambda event, at: _heard(ledger, event, at))
+        lineage.listeners.append(lambda event, at: _decided(ledger, lineage.state.policy(POLICY)))
+        for follower in (fleet, lineage):
+            stack.push_async_callback(_cancel, asyncio.create_task(follower.run()))
         gateway = await Child.start("gateway", _gateway_command(log_url), log=workdir / "logs" / "gateway.log")
         stack.push_async_callback(gateway.stop, STOP_SECONDS)
         options = ["--log", log_url, "--store", store_url, "--policy", POLICY, "--engine", "reference"]
@@ -91,6 +92,13 @@ def _gateway_command(log_url: str) -> list[str]:
 def _heard(ledger: Ledger, event: Event, at: Position) -> None:
     if isinstance(event, ReplicaState):
         ledger.heard(event)
+
+
+def _decided(ledger: Ledger, policy: PolicyLineage) -> None:
+    for version in policy.path(policy.tip):
+        if version.ref.number in ledger.digests:
+            break
+        ledger.published(version.ref.number, version.manifest.weights_digest)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

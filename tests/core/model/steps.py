@@ -44,6 +44,8 @@ class Protocol(World):
         needs = self.needs(state.lineage)
         if needs.wrong:
             raise Broken(needs.wrong)
+        if self.policy(state.lineage).epoch > sum(self.scope.lives):
+            raise Broken("I5 a policy was claimed more often than it was opened: openers go round for ever")
         if not needs.required <= state.store:
             raise Broken(f"I1 an accepted, unretired version lost {sorted(needs.required - state.store)}")
 
@@ -236,11 +238,13 @@ class Protocol(World):
             case Fate.ACCEPTED:
                 self._check_told(policy, publication, accepted=True)
                 todo = one.todo - 1
+                self._check_count(state, index, one._replace(todo=todo), who)
                 after = one._replace(at="ready" if todo else "done", event=NONE, todo=todo, full=False)
                 pointed = self.canonical(self._point(_with(state, index, after)))
                 yield Step(f"{who} reads that {publication.number} was accepted", pointed, False)
             case Fate.REFUSED:
                 self._check_told(policy, publication, accepted=False)
+                self._check_count(state, index, one, who)
                 told = state._replace(told_no=state.told_no | {publication.event_id})
                 yield self._refused(told, index, one)
             case Fate.OPEN:
@@ -284,12 +288,22 @@ class Protocol(World):
         owner = self.policy(state.lineage).owner
         if owner is not None and owner.writer == _name(index, one):
             raise Broken(f"I6 the owner is told that it is fenced: {label}")
+        self._check_count(state, index, one, label)
         return Step(label, self.canonical(_with(state, index, one._replace(at="fenced"))), False)
 
     def _check_told(self, policy: PolicyLineage, event: Decision, *, accepted: bool) -> None:
         really = policy.verdicts.get(event.event_id) is Verdict.ACCEPTED
         if really != accepted:
             raise Broken(f"I6 {describe(event)} is reported as {'accepted' if accepted else 'refused'}, and is not")
+
+    def _check_count(self, state: State, index: int, one: Writer, who: str) -> None:
+        """A session, which is one epoch, has as many versions as its writer was told of: each publish is accepted once."""
+        if not one.epoch:
+            return
+        made = sum(f".e{one.epoch}." in v.manifest.key for v in self.policy(state.lineage).versions.values() if v.alias_of is None)
+        told = self.scope.todo[index] - one.todo
+        if made != told:
+            raise Broken(f"I6 {made} versions of epoch {one.epoch} were accepted, its writer was told of {told}: {who}")
 
     # --- the collector and the compactor ---
 

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+
+from stitch.core.errors import LogDiverged, Unavailable
+from stitch.core.ids import Offset
+from stitch.log import read
+from stitch.log.memory import MemoryLog
+from stitch.log.port import Draft, EventLog, Reader, Record, Stream
+from stitch.log.read import last_record, latest_by_key, pages, read_all
+
+pytestmark = pytest.mark.contract
+
+
+def values(records: Sequence[Record]) -> list[int]:
+    return [int(record.value) for record in records]
+
+
+async def fill(log: EventLog, count: int) -> None:
+    for number in range(count):
+        await log.append(Stream.POINTERS, Draft(key=f"p/{number % 4}", value=b"%d" % number))
+
+
+async def test_reads_between_two_offsets(log: EventLog) -> None:
+    for number in range(10):
+        await log.append(Stream.PUBLICATIONS, Draft(key="p", value=b"%d" % number))
+    offsets = [record.offset for record in await read_all(log, Stream.PUBLICATIONS)]
+    assert values(await read_all(log, Stream.PUBLICATIONS, start=offsets[2], until=offsets[5])) == [2, 3, 4]
+    assert await read_all(log, Stream.PUBLICATIONS, start=offsets[5], until=offsets[5]) == []
+    with pytest.raises(LogDiverged):
+        await read_all(log, Stream.PUBLICATIONS, start=Offset(1000), until=Offset(1001))
+
+
+async def test_the_last_of_each_key(log: EventLog) -> None:
+    await fill(log, 10)
+    latest = await latest_by_key(log, Stream.POINTERS)
+    assert {key: int(record.value) for key, record in latest.items()} == {"p/0": 8, "p/1": 9, "p/2": 6, "p/3": 7}
+
+
+async def test_the_end_is_that_of_the_call(log: EventLog) -> None:
+    """Otherwise a busy stream would never be read to its end."""
+    for number in range(3):
+        await log.append(Stream.ROLLOUTS, Draft(key="p", value=b"%d" % number))
+    seen = []
+    async with aclosing(pages(log, Stream.ROLLOUTS)) as found:
+        async for page in found:
+            seen += values(page)
+            await log.append(Stream.ROLLOUTS, Draft(key="p", value=b"99"))
+    assert seen == [0, 1, 2]
+
+
+async def test_the_last_record_is_found_behind_holes(log: EventLog) -> None:
+    assert await last_record(log, Stream.POINTERS) is None
+    await fill(log, 40)
+    newest = await last_record(log, Stream.POINTERS)
+    assert newest is not None
+    assert newest == await log.newest(Stream.POINTERS)
+    assert int(newest.value) == 39
+
+
+class _Stuck(Reader):
+    @property
+    def position(self) -> Offset:
+        return Offset(0)
+
+    async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
+        await asyncio.sleep(timeout)
+        return []
+
+    async def aclose(self) -> None:
+        pass
+
+
+class _StuckLog(MemoryLog):
+    async def reader(self, stream: Stream, start: Offset) -> Reader:
+        return _Stuck()
+
+
+async def test_a_log_that_stops_answering_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _StuckLog() as log:
+        await fill(log, 1)
+        with pytest.raises(Unavailable, match="ends at 1"):
+            await read_all(log, Stream.POINTERS, timeout=0.05)
+        monkeypatch.setattr(read, "STALL_S", 0.05)
+        with pytest.raises(Unavailable, match="read to offset 0"):
+            await read_all(log, Stream.POINTERS)

@@ -30,7 +30,7 @@ def reward(prompt: str, output_ids: list[int]) -> float:
     return sum(1.0 if token == wanted else 0.2 * (97 <= token <= 122) for token in output_ids) / TOKENS
 
 
-def train(params: dict, episodes: list, rewards: np.ndarray, rate: float = 0.5) -> None:
+def train(params: dict, episodes: list, rewards: np.ndarray, rate: float = 0.3) -> None:
     """One step of policy gradient, each prompt's mean reward as the baseline of its answers."""
     advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-3)
     gradient = policy_gradient(params, episodes, list(advantages.ravel() / len(episodes)))

@@ -22,6 +22,7 @@ from stitch.core.fleet import Fleet
 from stitch.core.lineage import Lineage, PolicyLineage, Position
 from stitch.core.replay import plain
 from stitch.log.events import read
+from stitch.log.follow import Follower
 from stitch.log.opening import open_log
 from stitch.log.port import EventLog, Record, Stream
 from stitch.log.read import read_all
@@ -38,26 +39,27 @@ TAIL_POLL_SECONDS: Final = 1.0
 @json_option()
 def status(log_url: str, policy: str | None, as_json: bool) -> None:
     """Show each policy's tip and channels, and each replica's version and state."""
-    lineage, fleet = run(_views(log_url))
-    policies = [p for p in lineage.policies.values() if policy in (None, p.policy)]
-    report = {
-        "log": log_url.split("?")[0],
-        "policies": [_policy_row(p) for p in policies],
-        "replicas": [_replica_row(m.state, lineage, fleet) for m in fleet.members.values() if policy in (None, m.state.policy)],
-    }
+    report = run(status_report(log_url, policy))
     if as_json:
         click.echo(json.dumps(report))
     else:
         _print_status(report)
 
 
-async def _views(log_url: str) -> tuple[Lineage, Fleet]:
-    async with open_log(log_url) as log, _following(log) as (lineage, fleet):
-        return await lineage.catch_up(), await fleet.catch_up()
+async def status_report(log_url: str, policy: str | None = None) -> dict[str, Any]:
+    """What the log says at this moment of one policy, or of all, and of its replicas; JSON values."""
+    async with open_log(log_url) as log, _following(log) as followers:
+        lineage, fleet = await followers[0].catch_up(), await followers[1].catch_up()
+        members = sorted(fleet.members.items())
+        return {
+            "log": log.url,
+            "policies": [_policy_row(p) for p in lineage.policies.values() if policy in (None, p.policy)],
+            "replicas": [_replica_row(m.state, lineage, fleet) for _, m in members if policy in (None, m.state.policy)],
+        }
 
 
 @asynccontextmanager
-async def _following(log: EventLog) -> AsyncIterator[tuple[Any, Any]]:
+async def _following(log: EventLog) -> AsyncIterator[tuple[Follower[Lineage], Follower[Fleet]]]:
     lineage, fleet = lineage_follower(log), fleet_follower(log)
     tasks = [asyncio.create_task(f.run()) for f in (lineage, fleet)]
     try:

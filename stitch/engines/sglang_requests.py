@@ -40,7 +40,10 @@ MAX_TOP_LOGPROBS: Final = 256
 
 
 def prepared(kind: RouteKind, body: Json, *, request_id: str, cache_namespace: str | None, vocabulary: int | None) -> Json:
-    """The body to send. `vocabulary` is the number of tokens, None where it is unknown: then token ids are refused."""
+    """The body to send. `vocabulary` is the number of tokens, None where it is unknown: then token ids are refused.
+
+    Give every attempt a `request_id` of its own: two seconds after a stream has ended, SGLang aborts whatever has its id then.
+    """
     sent = {name: value for name, value in body.items() if name not in STITCH_FIELDS}
     for name in NOT_FORWARDED & sent.keys():
         if sent[name] is not None:

@@ -74,7 +74,7 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
 
 
 def to_forward(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """A request's headers without those that concern one hop alone. Raises InvalidRequest where a value holds control characters."""
+    """A request's headers without those of one hop alone. Raises InvalidRequest where a value holds control characters."""
     if _CONTROL.search(b"\t".join([value for _, value in headers])):
         raise InvalidRequest("headers: a value holds control characters", field="headers")
     return _without(headers, _REQUEST_DROPPED)

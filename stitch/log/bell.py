@@ -19,11 +19,6 @@ class Bell:
     def rings(self) -> int:
         return self._rings
 
-    @property
-    def awaited(self) -> bool:
-        """Whether anyone waits."""
-        return bool(self._waiting)
-
     async def wait(self, rings: int, timeout: float) -> None:
         """Returns once the count is beyond `rings`, or after `timeout` seconds."""
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ which Kafka would allow, are not read yet; `setup` refuses them.)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Self, TypeVar
@@ -140,11 +141,14 @@ class _Consumer:
         self._consumer: Any = None
         self._starting = asyncio.Lock()
         self._discarded: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def started(self, partition: TopicPartition | None = None, position: int = 0) -> tuple[Any, bool]:
         """The consumer, and whether it is new; a new one is set to fetch the partition from `position`."""
         async with self._starting:
             fresh = self._consumer is None
+            if self._closed:
+                raise KafkaError("closed")
             if fresh:
                 consumer = AIOKafkaConsumer(
                     **self._settings.client_options(),
@@ -172,7 +176,10 @@ class _Consumer:
             self._consumer = None
 
     async def close(self) -> None:
-        self.discard()
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S), self._starting:
+                self.discard()
         if self._discarded:
             await asyncio.wait(self._discarded)
 

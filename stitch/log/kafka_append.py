@@ -8,6 +8,7 @@ broker is definite.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any, Final
 
@@ -73,6 +74,7 @@ class Appender:
         self._producer: Any = None
         self._starting = asyncio.Lock()
         self._discarded: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def append(self, topic: str, draft: Draft, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
@@ -91,7 +93,10 @@ class Appender:
             raise OutcomeUnknown(f"{self._settings.url}: {describe(error)}") from error
 
     async def close(self) -> None:
-        self._discard(self._producer)
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S), self._starting:
+                self._discard(self._producer)
         if self._discarded:
             await asyncio.wait(self._discarded)
 
@@ -126,6 +131,8 @@ class Appender:
 
     async def _started(self) -> Any:
         async with self._starting:
+            if self._closed:
+                raise KafkaError("closed")
             if self._producer is None:
                 producer = AIOKafkaProducer(
                     **self._settings.client_options(),

@@ -154,7 +154,11 @@ class Appender(_Worker[_Append]):
                         break
                     job = self._jobs.get_nowait()
             last = job is None
-            self._append(batch)
+            try:
+                self._append(batch)
+            except Exception as error:  # noqa: BLE001 - a fault of ours ends those appends, not the thread
+                self._drop_file()
+                self._fail(batch, error)
 
     def _append(self, batch: list[_Append]) -> None:
         while batch := self._still_wanted(batch):
@@ -164,6 +168,8 @@ class Appender(_Worker[_Append]):
             except sqlite3.OperationalError as error:
                 if not is_busy(error):
                     self._fail(batch, Unavailable(f"{self._home.url}: {error}; nothing was appended"))
+                elif self._closed:
+                    self._fail(batch, self._closed_error())
             except (StitchError, sqlite3.Error) as error:
                 self._fail(batch, self._as_ours(error))
             else:
@@ -203,7 +209,7 @@ class Appender(_Worker[_Append]):
             return error
         return Unavailable(f"{error}; nothing was appended")
 
-    def _fail(self, batch: list[_Append], error: StitchError) -> None:
+    def _fail(self, batch: list[_Append], error: Exception) -> None:
         for each in batch:
             if not each.done.done() and (each.done.running() or each.done.set_running_or_notify_cancel()):
                 each.done.set_exception(error)
@@ -252,6 +258,8 @@ class Asker(_Worker[_Question]):
             self._drop_file()
             job.answer.set_exception(Unavailable(f"{self._home.url}: {error}"))
             self._home.ring_all()  # the next connection sees only what is committed after it was opened
+        except Exception as error:  # noqa: BLE001 - a fault of ours ends this question, not the thread
+            job.answer.set_exception(error)
 
     def _look(self) -> None:
         try:

@@ -54,6 +54,8 @@ class Activation:
     """Changes versions of one engine behind one gate. One call at a time, and none may be cancelled: shield it."""
 
     def __init__(self, engine: Engine, gate: Gate, config: ReplicaConfig) -> None:
+        self.swapping = False
+        """From the first order to the engine until it is known what it holds; stays true where that failed."""
         self._engine, self._gate, self._config = engine, gate, config
         in_place = config.mode is Mode.IN_PLACE and PauseMode.IN_PLACE in engine.pause_modes
         self._quiesce = not in_place
@@ -73,12 +75,12 @@ class Activation:
 
     async def boot(self, path: Path, target: Target, probe: Probe | None) -> Swap:
         """An engine that was started on the folder is told which version that is."""
-        return await self._supervised(self._adopt(path, target, probe))
+        return await self._supervised(self._adopt(path, target, probe), self._config.boot_seconds)
 
     async def join(self, path: Path, target: Target, probe: Probe | None) -> Swap:
         """An engine that ran before is given the version, whatever it says that it holds. It may have been left paused, and
         with requests that nobody waits for."""
-        return await self._supervised(self._take_over(path, target, probe))
+        return await self._supervised(self._take_over(path, target, probe), self._config.boot_seconds)
 
     async def _adopt(self, path: Path, target: Target, probe: Probe | None) -> Swap:
         serving = _serving(target, str(path))
@@ -129,8 +131,9 @@ class Activation:
             self._gate.leave_for(None)
             return Swap(pause_ms=pause_ms, refused=f"{len(left)} requests did not end, though they were given up")
         if path is None:
-            return await self._supervised(self._relabel(old, target))
-        return await self._supervised(self._load(old, path, target, probe, flush=self._quiesce or probe is not None))
+            return await self._supervised(self._relabel(old, target), self._config.swap_seconds)
+        swap = self._load(old, path, target, probe, flush=self._quiesce or probe is not None)
+        return await self._supervised(swap, self._config.swap_seconds)
 
     async def _drain(self, target: Target, *, everything: bool) -> set[Ticket]:
         """Returns with the gate closed, and whatever would not end."""
@@ -194,16 +197,18 @@ class Activation:
         if probe is not None:
             await probe()
 
-    async def _supervised(self, swap: Awaitable[Swap]) -> Swap:
-        """A pause always ends: by success, by a confirmed refusal, or with the replica."""
-        limit = self._config.swap_seconds
+    async def _supervised(self, swap: Awaitable[Swap], limit: float) -> Swap:
+        """A pause always ends: by success, by a confirmed refusal, or with the replica. `limit` in seconds."""
+        self.swapping = True
         try:
             async with asyncio.timeout(limit):
-                return await swap
+                result = await swap
         except TimeoutError as error:
             raise ReplicaFailed(f"the engine did not take the version within {limit:g} s") from error
         except EngineFailed as error:
             raise ReplicaFailed(str(error)) from error
+        self.swapping = False
+        return result
 
 
 def _serving(target: Target, model_path: str) -> Serving:

@@ -82,7 +82,7 @@ class BlobStore(ABC):
     def delete(self, key: str) -> None:
         """Removes the object; none under the key is no error."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 # a store that holds nothing has nothing to do here
         """Frees what the store holds. May be called twice."""
 
     def __enter__(self) -> Self:

@@ -138,11 +138,11 @@ class S3Store(BlobStore):
         """False where there is no object; VersionConflict where there is another."""
         try:
             head = self._calls.call("head_object", Key=name)
+            size, digest = int(head["ContentLength"]), head["Metadata"].get(_DIGEST_METADATA, "")
+            if size == wanted.size and not _DIGEST.match(digest):  # written by another tool
+                digest, size = digest_chunks(self._stream(name, wanted.key, 0, limit=None))
         except KeyError:
             return False
-        size, digest = int(head["ContentLength"]), head["Metadata"].get(_DIGEST_METADATA, "")
-        if size == wanted.size and not _DIGEST.match(digest):  # written by someone else's tool
-            digest, size = digest_chunks(self._stream(name, wanted.key, 0, limit=None))
         if (digest, size) != (wanted.blake3, wanted.size):
             raise VersionConflict(
                 f"object {wanted.key!r} exists with {size} bytes, blake3 {digest or 'unknown'}, not {wanted.blake3}"

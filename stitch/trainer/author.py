@@ -60,7 +60,7 @@ class Plan:
     tip_manifest: Manifest | None
     full: bool
     retried: Version | None
-    """What an earlier call left undecided and this one found to be accepted, where no other number is asked for."""
+    """What an earlier call left undecided and this one found to be accepted, unless another number is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,11 @@ class Author:
     async def prepare(self, number: VersionNumber | None, kind: Kind | None, attempt: Attempt) -> Plan:
         """Settles what an earlier call left undecided, then plans. Raises Fenced and VersionConflict before any work is done."""
         retried = await self._settle_earlier(attempt)
+        retried = retried if retried is not None and number in (None, retried.ref.number) else None
         policy = await self._decisions.read_on(attempt)
+        if retried is not None and policy.epoch != self.session.epoch:
+            # An accepted version is never reported as Fenced: first it is found out whether these are its weights.
+            return Plan(number=retried.ref.number, tip=None, tip_manifest=None, full=True, retried=retried)
         check_owned(policy, self.session)
         wanted = next_number(policy, self.run) if number is None else number
         if RunVersion(run=self.run, number=wanted) not in policy.versions:
@@ -154,7 +158,7 @@ class Author:
             tip=tip,
             tip_manifest=None if tip is None else await self._manifest_of(tip, attempt),
             full=tip is None or kind is Kind.FULL or (kind is None and wants_full(policy, tip.ref)),
-            retried=retried if number is None else None,
+            retried=retried,
         )
 
     async def commit(self, plan: Plan, encoded: Encoded, notes: Notes, attempt: Attempt) -> Publication:
@@ -162,6 +166,7 @@ class Author:
         attempt.report(Step.ENCODED)
         if plan.retried is not None and plan.retried.manifest.weights_digest == encoded.weights_digest:
             return self._publication(plan.retried)
+        check_owned(self.lineage, self.session)
         present = already_published(self.lineage, self.session, plan.number, encoded.weights_digest)
         if present is not None:
             return self._publication(present)

@@ -6,15 +6,17 @@ comes between, the next start finds known weights or a buffer to rebuild, never 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
+from stitch.core.errors import CorruptObject
 from stitch.core.ids import Digest
 from stitch.weights.files import sync_file, write_durably
-from stitch.weights.safetensors import WEIGHTS_FILE
+from stitch.weights.safetensors import WEIGHTS_FILE, TensorFile
 
 STATE_FILE: Final = "buffer.json"
 FORMAT: Final = 1
@@ -23,10 +25,12 @@ _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a clean buffer holds. `version` is for people; the digest tells."""
+    """What a clean buffer holds. `version` is for people; the digest tells. `header` is blake3 of the file's header, which no
+    state digest covers."""
 
     version: str
     weights_digest: Digest
+    header: Digest
 
 
 class Buffer:
@@ -57,11 +61,24 @@ class Buffer:
         self._contents = None
         self._write({"state": "dirty"})
 
-    def mark_clean(self, contents: Contents) -> None:
+    def mark_clean(self, version: str, weights_digest: Digest) -> None:
         """After all of it was written and verified; flushes the weights first."""
         sync_file(self.weights)
-        self._write({"state": "clean", "version": contents.version, "weights_digest": contents.weights_digest})
+        with TensorFile(self.weights) as file:
+            contents = Contents(version=version, weights_digest=weights_digest, header=file.header_digest)
+        self._write({"state": "clean", **asdict(contents)})
         self._contents = contents
+
+    def check_header(self) -> None:
+        """Raises CorruptObject where a clean buffer's header is not what it was, and marks it dirty."""
+        if self._contents is None:
+            return
+        found: str | None = None
+        with contextlib.suppress(CorruptObject), TensorFile(self.weights) as file:
+            found = file.header_digest
+        if found != self._contents.header:
+            self.mark_dirty()
+            raise CorruptObject(f"buffer {self.name}: the header of {self.weights} is damaged")
 
     def _write(self, state: dict[str, Any]) -> None:
         write_durably(self.folder / STATE_FILE, json.dumps({"format": FORMAT, **state}).encode())
@@ -74,7 +91,11 @@ class Buffer:
             return None
         if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("state") != "clean":
             return None
-        version, digest = raw.get("version"), raw.get("weights_digest")
-        if not isinstance(version, str) or not isinstance(digest, str) or not _HEX64.match(digest) or not self.weights.is_file():
+        version, digest, header = raw.get("version"), raw.get("weights_digest"), raw.get("header")
+        if not isinstance(version, str) or not _is_digest(digest) or not _is_digest(header) or not self.weights.is_file():
             return None
-        return Contents(version=version, weights_digest=Digest(digest))
+        return Contents(version=version, weights_digest=digest, header=header)
+
+
+def _is_digest(value: object) -> TypeGuard[Digest]:
+    return isinstance(value, str) and _HEX64.match(value) is not None

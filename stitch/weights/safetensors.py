@@ -16,8 +16,10 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
+from blake3 import blake3
 
 from stitch.core.errors import CorruptObject, InvalidRequest
+from stitch.core.ids import Digest
 from stitch.weights.files import copy_range
 from stitch.weights.header import (
     LENGTH_BYTES,
@@ -54,6 +56,7 @@ class TensorFile:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
             self._data_start, header = _read_header(handle, size, path)
+            self.header_digest: Final = Digest(blake3(header).hexdigest())
             self._infos, self.metadata = parse_header(header, size - self._data_start, str(path))
             self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         self._view = memoryview(self._map)

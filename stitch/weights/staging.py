@@ -32,7 +32,7 @@ from stitch.core.manifest import BaseRef, Manifest, ManifestRef, StoredFile, Ten
 from stitch.store.manifests import read_manifest
 from stitch.store.port import BlobStore
 from stitch.weights.apply import apply_delta, merge, verify
-from stitch.weights.buffers import Buffer, Contents
+from stitch.weights.buffers import Buffer
 from stitch.weights.digest import specs, weights_digest
 from stitch.weights.fetch import Fetcher, StagingCancelled
 from stitch.weights.files import copy_file, remove
@@ -289,6 +289,8 @@ class Staging:
     def _build(self, target: VersionRef, manifest: Manifest, work: _Work, check: Callable[[], None]) -> None:
         buffer = work.buffer
         check()
+        if work.origin is not None and work.origin.buffer is not None:
+            work.origin.buffer.check_header()
         if work.in_place:
             buffer.mark_dirty()
             self._folders.withdraw(buffer.weights)
@@ -304,7 +306,7 @@ class Staging:
                 self._recheck(work.plan.start, work.origin, check)
             raise
         check()
-        buffer.mark_clean(Contents(version=str(target), weights_digest=manifest.weights_digest))
+        buffer.mark_clean(str(target), manifest.weights_digest)
 
     def _start(self, work: _Work, check: Callable[[], None]) -> None:
         """What the deltas are applied to."""
@@ -345,6 +347,7 @@ class Staging:
 
     def _verify_held(self, target: VersionRef, manifest: Manifest, buffer: Buffer, check: Callable[[], None]) -> None:
         """A buffer may have been clean for long, or written by an earlier process: its bytes are read again."""
+        buffer.check_header()
         try:
             verify(buffer.weights, manifest.tensors, str(target), check)
         except CorruptObject:

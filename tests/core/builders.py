@@ -145,9 +145,7 @@ class History:
         )
 
     def retirement(self, text: str, *, event_id: str | None = None) -> VersionRetired:
-        return VersionRetired(
-            policy=POLICY, version=version(text), event_id=self._id(event_id), writer=WriterId("collector")
-        )
+        return VersionRetired(policy=POLICY, version=version(text), event_id=self._id(event_id), writer=WriterId("collector"))
 
     # --- decisions, appended, of which the test is sure that they count ---
 

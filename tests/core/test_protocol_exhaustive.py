@@ -55,33 +55,21 @@ def replaced(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, change: Ca
     monkeypatch.setattr(module, name, change(getattr(module, name)))
 
 
-def test_finds_what_expected_head_of_publications_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, an owner whose publication was judged lost by the head reads that it was accepted all the same."""
-
-    def without(judge: Any) -> Any:
-        def judged(policy: Any, decision: VersionPublished) -> Verdict:
-            return judge(policy, replace(decision, expected_head=policy.head))  # type: ignore[no-any-return]
-
-        return judged
-
-    replaced(monkeypatch, folds, "_judge_publication", without)
+def test_finds_a_publisher_that_leaves_an_unknown_outcome_unsettled() -> None:
+    """Rule 4 (P8): the next publish settles the old event first, else a version counts that its writer was never told of."""
 
     class Unsettled(Protocol):
-        """P8: publishes the next number before the fate of the old event is known."""
-
         def _how_given_up(self, state: State, index: int, one: Writer) -> Step[State]:
             after = one._replace(at="ready", event=NONE)
             given_up = state._replace(writers=(*state.writers[:index], after, *state.writers[index + 1 :]))
             return Step("gives up, settles nothing", self._spend(given_up, "giveups"), True)
 
-        def _refused(self, state: State, index: int, one: Writer) -> Step[State]:
-            return Step("told no", self.canonical(state._replace(writers=(one._replace(at="done"), state.writers[1]))), False)
-
-    system = Unsettled(Scope(name="unsettled", todo=(2, 0), faults=(("giveups", 1), ("timeouts", 1))))
-    found(system)
+    assert "I6" in str(found(Unsettled(SCOPES["two-publications"])).broken)
 
 
 def test_finds_what_expected_head_of_claims_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An opener that was told that its claim was beaten owns the policy all the same, and fences its own successor."""
+
     def without(judge: Any) -> Any:
         return lambda policy, claim: judge(policy, replace(claim, expected_head=policy.head))
 
@@ -89,8 +77,8 @@ def test_finds_what_expected_head_of_claims_is_for(monkeypatch: pytest.MonkeyPat
     assert "I6" in str(found(Protocol(SCOPES["unreduced"])).broken)
 
 
-def test_finds_what_the_epoch_is_for_where_heads_are_not_held_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The epoch alone fences as well; with neither, a zombie's publication counts after it was told no."""
+def test_finds_what_epoch_and_head_of_publications_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either alone fences; with neither, a zombie's publication counts after it was told no."""
 
     def without(judge: Any) -> Any:
         def judged(policy: Any, decision: VersionPublished) -> Verdict:
@@ -179,7 +167,7 @@ def test_finds_what_the_base_rule_is_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_finds_what_the_retirement_rule_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D5: the collector's own look is old by the time its retirement lands."""
+    """D5: the collector's own look is old by the time its retirement lands: the trainer went back to that version."""
 
     def careless(judge: Any) -> Any:
         def judged(policy: Any, decision: VersionRetired) -> Verdict:
@@ -189,7 +177,7 @@ def test_finds_what_the_retirement_rule_is_for(monkeypatch: pytest.MonkeyPatch) 
         return judged
 
     replaced(monkeypatch, folds, "_judge_retirement", careless)
-    assert "retired" in str(found(Protocol(SCOPES["retirement"])).broken)
+    assert "not eligible" in str(found(Protocol(SCOPES["retirement"])).broken)
 
 
 def test_finds_a_collector_that_goes_by_grace_alone() -> None:

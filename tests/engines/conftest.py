@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,11 @@ from tests.support.sglang import SglangServer
 SLOW_MS: Final = 3
 """Per token of the reference engine, so that a request lives long enough to be interrupted; SGLang is as slow by itself."""
 PROMPT: Final = (72, 101, 108, 108, 111)
+
+
+def fresh_id() -> str:
+    """Never used before: two seconds after a stream has ended, SGLang aborts whatever has its id then."""
+    return uuid.uuid4().hex
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +63,6 @@ class Case:
     calls: EngineCalls
     models: Sequence[Path]
     process: provision.Running
-    _count: int = 0
 
     def body(
         self,
@@ -69,11 +74,9 @@ class Case:
         **fields: Any,
     ) -> Json:
         """A greedy /generate request of exactly that many tokens, as the adapter would send it."""
-        self._count += 1
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         raw = {"input_ids": list(prompt), "sampling_params": params, **fields}
-        identity = request_id or f"request-{self._count}"
-        return self.engine.prepare(RouteKind.GENERATE, raw, request_id=identity, cache_namespace=namespace)
+        return self.engine.prepare(RouteKind.GENERATE, raw, request_id=request_id or fresh_id(), cache_namespace=namespace)
 
     async def generate(self, tokens: int, **fields: Any) -> Json:
         answer: Json = await self.calls.post("/generate", self.body(tokens, **fields))

@@ -12,7 +12,7 @@ import pytest
 from stitch.core.errors import InvalidRequest
 from stitch.engines.opening import open_engine
 from stitch.engines.port import EngineFailed, Json, LoadRefused, PauseMode, RouteKind
-from tests.engines.conftest import PROMPT, Case
+from tests.engines.conftest import PROMPT, Case, fresh_id
 from tests.support import provision
 from tests.support.engines import digest_of_files
 
@@ -91,7 +91,9 @@ BODIES: Final[dict[RouteKind, tuple[str, Json]]] = {
 async def test_each_form_of_answer_is_understood(case: Case, kind: RouteKind) -> None:
     path, body = BODIES[kind]
     assert case.engine.generation_routes[path] is kind
-    sent = case.engine.prepare(kind, {**body, "weight_version": {"min_version": 0}}, request_id="a", cache_namespace="r/0")
+    identity = fresh_id()
+    constrained = {**body, "weight_version": {"min_version": 0}}
+    sent = case.engine.prepare(kind, constrained, request_id=identity, cache_namespace="r/0")
     answer = await case.calls.post(path, sent)
     spans = case.engine.spans(kind, answer)
     assert case.engine.tells_versions(kind, stream=False)
@@ -99,13 +101,13 @@ async def test_each_form_of_answer_is_understood(case: Case, kind: RouteKind) ->
     assert [(span.label, span.start, span.end) for span in spans] == [("0", 0, 6)]
     assert case.engine.start_label(kind, answer) == "0"
     assert not case.engine.aborted(kind, answer)
-    assert "a" in (answer.get("id"), answer.get("meta_info", {}).get("id"))
+    assert identity in (answer.get("id"), answer.get("meta_info", {}).get("id"))
 
 
 @pytest.mark.parametrize("kind", list(RouteKind))
 async def test_each_form_of_stream_tells_what_the_adapter_says_it_tells(case: Case, kind: RouteKind) -> None:
     path, body = BODIES[kind]
-    sent = case.engine.prepare(kind, body, request_id="a", cache_namespace=None)
+    sent = case.engine.prepare(kind, body, request_id=fresh_id(), cache_namespace=None)
     events = [event async for event in case.calls.events(path, sent)]
     told = case.engine.spans(kind, events[-1])
     assert (told is not None) == case.engine.tells_versions(kind, stream=True)
@@ -188,9 +190,10 @@ async def test_a_request_that_comes_during_a_pause_waits_for_its_end(case: Case)
 
 
 async def test_aborting_one_request_spares_the_others(case: Case) -> None:
-    one = await case.live(LONG, request_id="the-one")
-    other = await case.live(LONG, request_id="the-other")
-    await case.engine.abort("the-one")
+    cut_id = fresh_id()
+    one = await case.live(LONG, request_id=cut_id)
+    other = await case.live(LONG)
+    await case.engine.abort(cut_id)
     cut = await one.result()
     assert case.engine.aborted(RouteKind.GENERATE, cut)
     assert len(output(cut)) < LONG
@@ -212,10 +215,11 @@ async def test_aborting_all_ends_all_and_an_unknown_id_is_no_error(case: Case) -
 @pytest.mark.parametrize("kind", [RouteKind.COMPLETIONS, RouteKind.CHAT])
 async def test_an_aborted_answer_says_so_in_the_openai_forms(case: Case, kind: RouteKind) -> None:
     path, body = BODIES[kind]
-    sent = case.engine.prepare(kind, {**body, "max_tokens": LONG}, request_id="cut", cache_namespace=None)
+    identity = fresh_id()
+    sent = case.engine.prepare(kind, {**body, "max_tokens": LONG}, request_id=identity, cache_namespace=None)
     answer = asyncio.create_task(case.calls.post(path, sent))
     await provision.eventually(lambda: _running(case), "the request runs")
-    await case.engine.abort("cut")
+    await case.engine.abort(identity)
     assert case.engine.aborted(kind, await answer)
 
 
@@ -289,7 +293,7 @@ async def test_a_cache_namespace_keeps_old_prefixes_away(case: Case, kind: Route
             raw: Json = {"input_ids": prompt, "sampling_params": {**limits, "max_new_tokens": 8}}
         else:
             raw = {"model": "m", "prompt": prompt, **limits, "max_tokens": 8}
-        sent = case.engine.prepare(kind, raw, request_id=f"{namespace}-{kind}", cache_namespace=namespace)
+        sent = case.engine.prepare(kind, raw, request_id=fresh_id(), cache_namespace=namespace)
         answer = await case.calls.post(path, sent)
         return output(answer) if kind is RouteKind.GENERATE else answer["choices"][0]["text"]
 

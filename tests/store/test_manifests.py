@@ -214,7 +214,7 @@ def test_missing_and_short_objects_are_named(store: BlobStore) -> None:
     with pytest.raises(CorruptObject, match=r"r1/weight_v000007: config.json: object .* is missing"):
         verify_version(store, ref)
     store.put(key, b"{ }")
-    with pytest.raises(CorruptObject, match="config.json: .* has 3 bytes, not 2"):
+    with pytest.raises(CorruptObject, match=r"config.json: .* has 3 bytes, not 2"):
         verify_version(store, ref)
     store.delete(key)
     store.put(key, b"[]")
@@ -222,5 +222,5 @@ def test_missing_and_short_objects_are_named(store: BlobStore) -> None:
     with pytest.raises(CorruptObject, match=r"r1/weight_v000007: config.json"):
         verify_version(store, ref, deep=True)
     store.delete(ref.key)
-    with pytest.raises(CorruptObject, match="manifest .* is missing"):
+    with pytest.raises(CorruptObject, match=r"manifest .* is missing"):
         verify_version(store, ref)

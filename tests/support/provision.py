@@ -210,9 +210,7 @@ def wait_until(
         time.sleep(POLL_S)
 
 
-async def eventually(
-    condition: Callable[[], bool | Awaitable[bool]], what: str, *, timeout: float = START_TIMEOUT_S
-) -> None:
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], what: str, *, timeout: float = START_TIMEOUT_S) -> None:
     """As `wait_until`, on the event loop; the condition may be a coroutine function."""
     deadline = time.monotonic() + timeout
     while True:

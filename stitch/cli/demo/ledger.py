@@ -14,7 +14,7 @@ from typing import Any
 
 from stitch.core.events import Phase, ReplicaState, Transition
 from stitch.core.ids import ReplicaId
-from stitch.trainer.client import Answer
+from stitch.trainer.rollout_answer import Answer
 
 
 @dataclass(slots=True)

@@ -20,8 +20,9 @@ from stitch.cli.demo.scene import POLICY, RUN, Scene
 from stitch.cli.demo.task import ANSWER_TOKENS, GROUP, Adam, advantages, prompts, reward
 from stitch.engines.reference import checkpoint
 from stitch.engines.reference.model import Episode, encode, to_bf16, to_f32
-from stitch.trainer.client import Answer, AsyncRolloutClient
 from stitch.trainer.publisher import Publisher
+from stitch.trainer.rollout_answer import Answer
+from stitch.trainer.rollout_client import AsyncRolloutClient
 
 GROUPS: Final = 8
 """Prompts in a batch."""

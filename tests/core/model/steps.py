@@ -261,7 +261,9 @@ class Protocol(World):
         if one.full:
             raise Broken("I6 a full publication was refused although its writer owns the head")
         after = one._replace(at="ready", event=NONE, full=True)
-        return Step(f"{who} reads that its publication was refused, will send a full one", self.canonical(_with(state, index, after)), False)
+        return Step(
+            f"{who} reads that its publication was refused, will send a full one", self.canonical(_with(state, index, after)), False
+        )
 
     def _how_given_up(self, state: State, index: int, one: Writer) -> Step[State]:
         """OutcomeUnknown was raised. The next publish settles the old event first, so the writer stays where it is."""
@@ -367,7 +369,9 @@ class Protocol(World):
             if self._left(state, "pointer_losses"):
                 yield Step(f"{what} is lost", self._spend(rest, "pointer_losses"), True)
         if len(state.topic) > 1 and self._left(state, "compactions"):
-            yield Step("compaction keeps the last pointer", self._spend(state._replace(topic=state.topic[-1:]), "compactions"), True)
+            yield Step(
+                "compaction keeps the last pointer", self._spend(state._replace(topic=state.topic[-1:]), "compactions"), True
+            )
         derived = self.derived(state.lineage)
         if self.scope.followers and derived != NONE and not state.sent:
             last = self._how_last(state)
@@ -391,7 +395,9 @@ class Protocol(World):
                 label = f"a replica that follows {kind} takes {offer.target} (sequence {offer.sequence}) from the {source}"
                 yield Step(label, _following(state, index, offer), False)
         if following.target is not None and self._left(state, "joins"):
-            yield Step(f"a replica that follows {kind} is replaced", self._spend(_following(state, index, Following()), "joins"), True)
+            yield Step(
+                f"a replica that follows {kind} is replaced", self._spend(_following(state, index, Following()), "joins"), True
+            )
 
     def _how_further(self, offer: Following, following: Following) -> bool:
         return (offer.sequence, offer.offset) > (following.sequence, following.offset)

@@ -42,10 +42,9 @@ def publish(
     from stitch.trainer.publisher import Publisher
 
     boot = int(boot_version) if boot_version is not None and boot_version.isdigit() else boot_version
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
-    )
-    with nullcontext() if as_json else bar:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=None)
 
         def told(progress: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from stitch.core.admission import Constraint
@@ -63,7 +63,6 @@ _STARTED: Final = raw(names.GENERATION_STARTED)
 class _Request:
     """What all attempts of one request share. `target` is path and query."""
 
-    route: str
     target: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
@@ -88,6 +87,18 @@ class Forwarder:
                 self.metrics.answers.add(scope["path"], str(counted.status))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = await self._read(scope, receive)
+        if isinstance(read, Answer):
+            await read(scope, receive, send)
+            return
+        request, pending = read
+        async with until_disconnect(receive):
+            answer = await self._until_answered(request, pending, send)
+            if answer is not None:
+                await answer(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[_Request, Pending] | Answer:
+        """The request, understood, or the refusal of it."""
         route: str = scope["path"]
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         request_id: str | None = None
@@ -99,18 +110,14 @@ class Forwarder:
             pending = self.admission.pending(spec, request_id)
             forwarded = [pair for pair in to_forward(headers) if pair[0] not in _REWRITTEN]
         except InvalidRequest as error:
-            return await answers.invalid_request(error, request_id=request_id)(scope, receive, send)
+            return answers.invalid_request(error, request_id=request_id)
         except BodyTooLarge:
-            return await answers.too_large(self.admission.config.max_body)(scope, receive, send)
+            return answers.too_large(self.admission.config.max_body)
         if isinstance(pending, Answer):
-            return await pending(scope, receive, send)
+            return pending
         query: bytes = scope["query_string"]
         target = f"{route}?{query.decode('latin-1')}" if query else route
-        request = _Request(route=route, target=target, headers=forwarded, body=body, began=time.monotonic())
-        async with until_disconnect(receive):
-            answer = await self._until_answered(request, pending, send)
-            if answer is not None:
-                await answer(scope, receive, send)
+        return _Request(target=target, headers=forwarded, body=body, began=time.monotonic()), pending
 
     async def _until_answered(self, request: _Request, pending: Pending, send: Send) -> Answer | None:
         """Tries replicas until one answers, which is then on its way to the client (None), or none is left (the refusal)."""
@@ -209,7 +216,8 @@ class _CountedSend:
 def _with_body(asked: RequestSpec, kind: RouteKind, body: bytes) -> RequestSpec:
     """The request's own word, from headers and body. The body is parsed only where it may say something that headers do not."""
     named = kind is RouteKind.GENERATE or asked.policy is not None
-    if named and (asked.constraint != _UNBOUND or b"weight_version" not in body):
+    bound = replace(asked.constraint, max_lag=None) != _UNBOUND  # only headers can speak of lag
+    if named and (bound or b"weight_version" not in body):
         return asked
     try:
         parsed = json.loads(body)

@@ -68,7 +68,7 @@ def gateway(
     """
     from stitch.core.ids import policy_id
     from stitch.gateway.config import GatewayConfig
-    from stitch.gateway.main import run_gateway
+    from stitch.gateway.serve import run_gateway
 
     _end_with_parent(parent_pid)
     config = GatewayConfig(

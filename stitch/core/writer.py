@@ -77,7 +77,8 @@ class Candidate:
 def fate(policy: PolicyLineage, decision: RunClaimed | VersionPublished) -> Fate:
     """First whether this very decision was judged, then whether the head moved on without it.
 
-    The second is a definite no as well: ids are unique, so a head that was left never returns.
+    The second is a definite no as well: ids are unique, so a head that was left never returns. `policy` is the lineage that the
+    decision was planned on, or a later one; to an earlier one its head is as unknown as one that was left.
     """
     verdict = policy.verdicts.get(decision.event_id)
     if verdict is not None:

@@ -70,8 +70,8 @@ def _one_sequence(kind: RouteKind, sent: Json) -> None:
         holder = holder or {}
     else:
         holder = sent
-        if kind is RouteKind.COMPLETIONS:
-            sent["prompt"] = _single_prompt(sent.get("prompt"))
+        if kind is RouteKind.COMPLETIONS and "prompt" in sent:
+            sent["prompt"] = _single_prompt(sent["prompt"])
     for name in ("n", "beam_width", "best_of"):
         value = holder.get(name)
         if value is not None and value != 1:

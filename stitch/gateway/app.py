@@ -8,6 +8,7 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 
 from stitch.core.fleet import Fleet
 from stitch.core.lineage import Lineage
@@ -19,7 +20,6 @@ from stitch.gateway.metrics import GatewayMetrics
 from stitch.gateway.pages import OPEN, Pages
 from stitch.gateway.table import ReplicaTable
 from stitch.http import answers
-from stitch.http.answers import Answer
 from stitch.http.auth import Bearer
 from stitch.http.server import AnswerCut, Message, Receive, Scope, Send
 from stitch.http.upstream import Upstream
@@ -85,16 +85,10 @@ class Gateway:
             await self._rest(scope, receive, send)
         elif scope["method"] != "POST":
             await answers.wrong_method("POST")(scope, receive, send)
-        elif reasons := self._unread():
-            await answers.unavailable(reasons, generation_started=False)(scope, receive, send)
+        elif not self.table.complete:
+            await answers.unavailable("the gateway has not read its log yet", generation_started=False)(scope, receive, send)
         else:
             await self._forward(scope, receive, send)
-
-    def _unread(self) -> str:
-        """Why nothing can be judged yet. Later, a log that is away is no reason: the last table serves on."""
-        if self.table.fleet.position is not None and self.table.lineage.position is not None:
-            return ""
-        return "the gateway has not read its log yet"
 
 
 def create_app(config: GatewayConfig, fleet: Follower[Fleet], lineage: Follower[Lineage], upstream: Upstream) -> Gateway:
@@ -102,10 +96,12 @@ def create_app(config: GatewayConfig, fleet: Follower[Fleet], lineage: Follower[
     return Gateway(config, fleet, lineage, upstream)
 
 
-async def _refused(request: Request, error: Exception) -> Answer:
+async def _refused(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, in the form of all others. What would change something and is not admitted is refused outright."""
     if isinstance(error, HTTPException) and error.status_code == 405:
-        return answers.wrong_method((error.headers or {}).get("Allow", "GET"))
-    if request.method not in _READING:
-        return answers.forbidden(request.method, request.url.path)
-    return answers.not_found(request.url.path)
+        answer = answers.wrong_method((error.headers or {}).get("Allow", "GET"))
+    elif request.method not in _READING:
+        answer = answers.forbidden(request.method, request.url.path)
+    else:
+        answer = answers.not_found(request.url.path)
+    return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})

@@ -18,7 +18,7 @@ from stitch.gateway import metrics
 from stitch.gateway.admission import Admission
 from stitch.gateway.feed import Feed
 from stitch.gateway.forward import ROUTES
-from stitch.gateway.metrics import Gauge, GatewayMetrics
+from stitch.gateway.metrics import GatewayMetrics, Gauge
 from stitch.gateway.table import ReplicaTable
 from stitch.http import answers
 from stitch.http.answers import Answer, json_answer
@@ -47,7 +47,6 @@ class Pages:
     def __init__(self, admission: Admission, feed: Feed, counters: GatewayMetrics) -> None:
         self.admission, self.feed, self.counters = admission, feed, counters
         self.closing = False
-        self._was_ready = False
 
     @property
     def table(self) -> ReplicaTable:
@@ -75,12 +74,12 @@ class Pages:
         """Ready once both folds reached the end of the log. From then on a log that is away makes the table stale, not the gateway
         unready: replicas judge for themselves, and losing the log shall stop no rollout. A fold that froze is another matter."""
         reasons = []
+        complete = self.table.complete
         for follower in (self.lineage, self.table.fleet):
             if follower.frozen is not None:
                 reasons.append(f"{follower.stream.value}: {follower.frozen}")
-            elif not self._was_ready and not (follower.healthy and follower.polled_at > 0):
+            elif not complete and not follower.healthy:
                 reasons.append(f"{follower.stream.value}: {follower.error or 'not read to its end yet'}")
-        self._was_ready = self._was_ready or not reasons
         if self.closing:
             reasons.append("the gateway stops")
         return Readiness(tuple(reasons))
@@ -143,12 +142,12 @@ class Pages:
         }
 
     def _models(self) -> list[Json]:
-        found = []
+        found: list[Json] = []
         for policy in self.admission.policies():
             lineage = self.admission.lineage(policy)
             created = lineage.owner.position.time_ms // 1000 if lineage.owner else 0
-            for name in (policy, *(f"{policy}@{channel}" for channel in sorted(lineage.channels))):
-                found.append({"id": name, "object": "model", "created": created, "owned_by": "stitch"})
+            names = [policy, *(f"{policy}@{channel}" for channel in sorted(lineage.channels))]
+            found.extend({"id": name, "object": "model", "created": created, "owned_by": "stitch"} for name in names)
         return found
 
     def _policy(self, policy: PolicyId) -> Json:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
-from stitch.gateway.app import Gateway, create_app
+from stitch.gateway.app import create_app
 from stitch.gateway.config import GatewayConfig
 from stitch.http.server import GRACE_SECONDS, serve
 from stitch.http.upstream import Upstream
@@ -17,8 +17,8 @@ from stitch.log.views import fleet_follower, lineage_follower
 async def run_gateway(config: GatewayConfig, *, ready: Callable[[str], None] | None = None, grace: int = GRACE_SECONDS) -> None:
     """Serves until cancelled; `ready` is told the base URL once it listens (whether it is ready, `/readyz` tells).
 
-    When cancelled, waiting requests are sent away, open answers get `grace` seconds. Raises InvalidRequest where the log's streams are
-    missing or wrong, Unavailable where the log cannot be reached at the start, OSError where the address is taken.
+    When cancelled, waiting requests are sent away and open answers get `grace` seconds. Raises InvalidRequest where the log's
+    streams are missing or wrong, Unavailable where the log cannot be reached at the start, OSError where the address is taken.
     """
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(open_log(config.log))
@@ -48,9 +48,4 @@ async def _until_broken(following: list[asyncio.Task[None]]) -> None:
 async def _stop(following: list[asyncio.Task[None]]) -> None:
     for task in following:
         task.cancel()
-    for task in following:
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-__all__ = ["Gateway", "run_gateway"]
+    await asyncio.gather(*following, return_exceptions=True)  # what one failed with was raised by _until_broken

@@ -66,6 +66,7 @@ class ReplicaTable:
         self.in_flight: dict[ReplicaId, int] = {}
         """Requests that this gateway has under way, by replica."""
         self._pool, self._clock = pool, clock
+        self._complete = False
         self._lease_clock = 0.0
         self._swept = 0.0
         self._heard: dict[ReplicaId, float] = {}
@@ -113,6 +114,12 @@ class ReplicaTable:
         """Seconds of other replicas' records that the member may still be silent."""
         heard = self._heard.get(member.state.replica, self._lease_clock)
         return heard + member.lease_ms / 1000 - self._lease_clock
+
+    @property
+    def complete(self) -> bool:
+        """Whether both streams were read to their end once. Before that nothing can be judged; a later gap makes it stale only."""
+        self._complete = self._complete or (self.fleet.healthy and self.lineage.healthy)
+        return self._complete
 
     @property
     def stale(self) -> bool:

@@ -102,8 +102,8 @@ class _Server(uvicorn.Server):
 
 
 def _without_cuts(record: logging.LogRecord) -> bool:
-    """Whether to log it: an answer that we cut on purpose was reported where that was decided."""
-    return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut))
+    """Whether to log it: an answer that we cut on purpose was reported where that was decided, at a stop by the stop."""
+    return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut | asyncio.CancelledError))
 
 
 async def read_body(headers: RawHeaders, receive: Receive, limit: int = MAX_BODY) -> bytes:

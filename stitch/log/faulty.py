@@ -88,6 +88,10 @@ class FaultyLog(EventLog):
         return self._inner.url
 
     @property
+    def embedded(self) -> bool:
+        return self._inner.embedded
+
+    @property
     def held(self) -> int:
         """Appends that wait for `release`."""
         return len(self._held)

@@ -111,6 +111,10 @@ class MemoryLog(EventLog):
     def url(self) -> str:
         return f"memory://{self._name}"
 
+    @property
+    def embedded(self) -> bool:
+        return True
+
     async def setup(self, *, create: bool) -> None:
         self._check_open()
 

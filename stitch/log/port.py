@@ -103,6 +103,12 @@ class EventLog(ABC):
     def url(self) -> str:
         """As it may be shown: without secrets."""
 
+    @property
+    def embedded(self) -> bool:
+        """Whether the log needs no server. Then whoever comes first makes it; on a server the operator makes the streams, with
+        settings that last."""
+        return False
+
     @abstractmethod
     async def setup(self, *, create: bool) -> None:
         """Checks the streams and, with `create`, makes those that are missing.

@@ -40,6 +40,10 @@ class SqliteLog(EventLog):
     def url(self) -> str:
         return self._home.url
 
+    @property
+    def embedded(self) -> bool:
+        return True
+
     async def setup(self, *, create: bool) -> None:
         self._check_open()
         await asyncio.to_thread(prepare, self._home.path, self.url, create=create)

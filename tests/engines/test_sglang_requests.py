@@ -98,6 +98,7 @@ def test_ordinary_requests_pass(engine: Engine) -> None:
         (G, {"input_ids": [0, 511], "return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": -1}),
         (G, {"text": "a", "sampling_params": {"n": 1, "stop_token_ids": [3]}, "stream": True}),
         (C, {"model": "m", "prompt": "a", "logprobs": 5, "n": 1}),
+        (C, {"model": "m"}),  # the engine's own refusal says it best
         (H, {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3}),
     ]
     for kind, body in bodies:

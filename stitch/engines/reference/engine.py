@@ -25,6 +25,8 @@ from stitch.engines.reference.sequence import Sequence
 
 MAX_RUNNING: Final = 64
 """More wait in line: a step stays short enough for the HTTP side to breathe."""
+_LOOK_S: Final = 0.05
+"""How soon an update that waits for running requests notices a pause."""
 DIED: Final = 137
 """Exit status of a death on demand: what a kill by the kernel looks like."""
 
@@ -234,10 +236,6 @@ class ReferenceEngine:
             os._exit(DIED)
         self._wake.set()
         return self.misbehaviour
-
-
-_LOOK_S: Final = 0.05
-"""How soon an update that waits for running requests notices a pause."""
 
 
 async def _for_ever() -> None:

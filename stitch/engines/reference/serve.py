@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import uvicorn
 
-from stitch.core.errors import StitchError
+from stitch.core.errors import StitchError, Unavailable
 from stitch.engines.reference import checkpoint
 from stitch.engines.reference.app import reference_app
 from stitch.engines.reference.engine import ReferenceEngine, weights_of
@@ -29,7 +28,6 @@ PARENT_LOOK_S: Final = 0.5
 """Between two looks at whether the parent still lives."""
 LOOP_FAILED: Final = 70
 """Exit status when the generation loop broke: a terminal failure, the process is to be replaced."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def init_checkpoint(path: Path, seed: int, config: ModelConfig | None = None) -> None:
@@ -50,14 +48,16 @@ def run_reference_engine(
     """Serves a checkpoint directory until SIGTERM or SIGINT, and returns an exit status.
 
     Port 0 takes a free one. As soon as it listens, one line of JSON with the `url` goes to stdout. With `parent_pid`
-    the process ends when that process does. Raises StitchError where the checkpoint cannot be loaded.
+    the process ends when that process does. Raises StitchError where the checkpoint cannot be loaded or the port not be had.
     """
-    if parent_pid is not None:
-        _die_with_parent()
     engine = ReferenceEngine(weights_of(model, checkpoint.load(model)), label)
     app = reference_app(engine, misbehave_allowed=misbehave_allowed)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listener:
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host} port {port}: {error}") from error
+    with listener:
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         ready = json.dumps({"url": f"http://{shown}:{listener.getsockname()[1]}", "model": str(model), "label": label})
         config = uvicorn.Config(
@@ -102,14 +102,10 @@ async def _serve(
     return LOOP_FAILED if broken else 0
 
 
-def _die_with_parent() -> None:
-    """Asks the kernel for SIGKILL when the parent ends, where the system offers it; the watch below covers the rest."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 async def _until_orphaned(parent_pid: int) -> None:
-    while _exists(parent_pid):  # noqa: ASYNC110 - no event tells that another process ended
+    """Returns once that process has ended. A child sees it at once; a stranger only once the process is reaped."""
+    child = os.getppid() == parent_pid
+    while _exists(parent_pid) and (not child or os.getppid() == parent_pid):  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(PARENT_LOOK_S)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stitch.core import pointers, writer
 from stitch.core import lineage as folds
+from stitch.core import pointers, writer
 from stitch.core.errors import Fenced, VersionConflict
 from stitch.core.events import AnchorAdded, Decision, RunClaimed, RunVersion, VersionPublished, VersionRetired
 from stitch.core.ids import LATEST, Epoch, EventId, RunId, VersionNumber, WriterId
@@ -20,7 +20,7 @@ from stitch.core.writer import BaseOffer, Candidate, Fate, Opening, Session
 from tests.core.builders import POLICY, manifest_ref
 from tests.core.model import laws
 from tests.core.model.search import Broken, Step
-from tests.core.model.world import BUDGETS, NONE, OVER, Following, Scope, State, World, Writer
+from tests.core.model.world import BUDGETS, NONE, OVER, Following, State, World, Writer
 
 Steps = Iterator[Step[State]]
 
@@ -431,14 +431,10 @@ def describe(event: Decision) -> str:
             return f"claim {event.event_id} of {event.run} (boot {start}, head {event.expected_head})"
         case VersionPublished():
             how = f"delta on {event.base}" if event.base else "full"
-            return f"publication {event.event_id} of {event.run}/{event.number} (epoch {event.epoch}, head {event.expected_head}, {how})"
+            about = f"epoch {event.epoch}, head {event.expected_head}, {how}"
+            return f"publication {event.event_id} of {event.run}/{event.number} ({about})"
         case _:
             return f"'{event.event_id}'"
-
-
-def scoped(scope: Scope) -> Protocol:
-    """The system of a scope."""
-    return Protocol(scope)
 
 
 def _same_weights(key: str, version: folds.Version) -> ManifestRef:

@@ -52,11 +52,11 @@ OVER: Final = frozenset({"done", "fenced", "conflict", "dead"})
 class Scope:
     """What is explored: two writers, what they try, and how often each fault may strike.
 
-    `runs` are those of the two writers, `todo` how many versions each publishes (0: there is no such writer), `lives` how often each may be started. `boots`
-    is where an opener wants to go on from: the `tip`, or one version `back`. `start` is what a new run begins with: `nothing`,
-    a `base` checkpoint, or an `alias` of the tip. `bases` is what versions are published against: nothing (`full`), the `tip`,
-    or the run's `oldest` version. `first`: the second writer waits until the first one is open. `followers` are the replicas: of
-    the `log`, of the `pointers`, or of `either`.
+    `runs` are those of the two writers, `todo` how many versions each publishes (0: there is no such writer), `lives` how often
+    each may be started. `boots` is where an opener wants to go on from: the `tip`, or one version `back`. `start` is what a new
+    run begins with: `nothing`, a `base` checkpoint, or an `alias` of the tip. `bases` is what versions are published against:
+    nothing (`full`), the `tip`, or the run's `oldest` version. `first`: the second writer waits until the first one is open.
+    `followers` are the replicas: of the `log`, of the `pointers`, or of `either`.
     """
 
     name: str
@@ -305,6 +305,6 @@ def _accepted(policy: PolicyLineage) -> int:
     """How many decisions were accepted: the offset of the next one."""
     count = int(policy.epoch)
     for v in policy.versions.values():
-        brought = v.alias_of is not None or v.parent is None and v.manifest.key.endswith(".base")
+        brought = v.alias_of is not None or (v.parent is None and v.manifest.key.endswith(".base"))
         count += (not brought) + (v.retired is not None) + (v.anchor is not None)
     return count

@@ -81,6 +81,9 @@ class UpstreamResponse:
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(f"the answer of {self._response.url} broke off: {error!r}", stage=Stage.MIDWAY) from error
+        finally:
+            if not content.at_eof():
+                self.close()
 
     async def read(self, limit: int = MAX_ANSWER) -> bytes:
         """The whole body. Raises UpstreamError(MIDWAY) where it breaks off or has more than `limit` bytes."""

@@ -138,9 +138,7 @@ class Activation:
     async def _drain(self, target: Target, *, everything: bool) -> set[Ticket]:
         """Returns with the gate closed, and whatever would not end."""
         due = time.monotonic() + self._config.drain_seconds
-        waited = await self._gate.ended(
-            self._gate.must_end(target.ref, everything=everything), max(due - time.monotonic(), 0.0)
-        )
+        waited = await self._gate.ended(self._gate.must_end(target.ref, everything=everything), max(due - time.monotonic(), 0.0))
         if waited:
             await self._end(waited, target)
         self._gate.close()

@@ -385,9 +385,7 @@ class Agent:
 
     # --- telling -----------------------------------------------------------------------------------------------------------
 
-    def _say(
-        self, phase: Phase, transition: Transition, *, pause_ms: float | None = None, error: str | None = None
-    ) -> None:
+    def _say(self, phase: Phase, transition: Transition, *, pause_ms: float | None = None, error: str | None = None) -> None:
         state = self.announcer.state
         state.phase = Phase.DRAINING if self._leaving and phase not in (Phase.LEFT, Phase.FAILED) else phase
         self.announcer.announce(transition, pause_ms=pause_ms, error=error)

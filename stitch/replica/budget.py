@@ -65,4 +65,3 @@ class Budget:
         """1 for the first of the pool by replica id, as far as is known: nobody goes before a slot given last has ended."""
         others = {m.state.replica for m in self.fleet.pool(self._pool) if m.state.phase not in (Phase.LEFT, Phase.FAILED)}
         return sorted(others | {self._replica}).index(self._replica) + 1
-

@@ -1,8 +1,8 @@
 """Probes of a publication: prompts with the answer that the version gives to them, by which a load is held to what it claims.
 
 An engine may name the right version and compute with the wrong weights; only its answers tell. A probe is
-`{"input_ids": [...], "output_ids": [...], "logprobs": [...], "tolerance": 0.05}`: the greedy continuation and the log probability of
-each of its tokens.
+`{"input_ids": [...], "output_ids": [...], "logprobs": [...], "tolerance": 0.05}`: the greedy continuation and the log probability
+of each of its tokens.
 """
 
 from __future__ import annotations

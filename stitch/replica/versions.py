@@ -28,7 +28,9 @@ class Attribution:
     spans: tuple[ServedSpan, ...]
 
 
-def attribute(engine: Engine, kind: RouteKind, answer: Json, *, tells: bool, lived: Sequence[RunVersion], bounds: Bounds) -> Attribution:
+def attribute(
+    engine: Engine, kind: RouteKind, answer: Json, *, tells: bool, lived: Sequence[RunVersion], bounds: Bounds
+) -> Attribution:
     """The versions of a whole answer, or of the last event of a stream.
 
     `lived` are the versions that may have computed its tokens. Raises Untruthful.
@@ -75,9 +77,7 @@ def splice(kind: RouteKind, answer: Json, versions: Attribution) -> None:
     holder["weight_version_start"] = versions.start.number
     holder["weight_version_end"] = versions.end.number
     if versions.spans:
-        holder["weight_versions"] = [
-            {"version": str(span.number), "start": span.start, "end": span.end} for span in versions.spans
-        ]
+        holder["weight_versions"] = [{"version": str(span.number), "start": span.start, "end": span.end} for span in versions.spans]
 
 
 def finished(kind: RouteKind, event: Json) -> bool:

@@ -18,7 +18,7 @@ from stitch.core.events import (
     VersionQuarantined,
     VersionRetired,
 )
-from stitch.core.ids import ChannelName, Digest, Epoch, EventId, Offset, PolicyId, RunId, Sequence, VersionNumber, WriterId
+from stitch.core.ids import ChannelName, Digest, EventId, Offset, PolicyId, RunId, Sequence, VersionNumber, WriterId
 from stitch.core.lineage import Lineage, PolicyLineage, Position, Verdict
 from stitch.core.manifest import Kind, ManifestRef
 
@@ -164,7 +164,3 @@ class History:
 
     def accepted(self, decision: Decision) -> None:
         assert self.append(decision) is Verdict.ACCEPTED
-
-
-def epoch(number: int) -> Epoch:
-    return Epoch(number)

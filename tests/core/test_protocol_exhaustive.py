@@ -34,7 +34,7 @@ SCOPES: Final = {scope.name: scope for scope in DEFAULT}
 @pytest.mark.parametrize("name", SCOPES)
 def test_protocol_holds(name: str) -> None:
     system = Protocol(deeper(SCOPES[name], DEPTH))
-    outcome = explore(system, max_states=MAX_STATES * 100**DEPTH)
+    outcome = explore(system, max_states=MAX_STATES * 20**DEPTH)
     assert outcome.broken is None, f"\n{outcome}"
     assert outcome.complete, f"more states than the bound: {outcome}"
     assert outcome.quiescent > 0, f"no run ever ends: {outcome}"

@@ -49,7 +49,7 @@ class Ledger:
     def answered(self, answer: Answer, *, least: int) -> None:
         """An answer to a request that allowed no version below `least`."""
         self.answers += 1
-        self.served[answer.replica] += 1
+        self.served[answer.replica or "?"] += 1
         self.staleness[self.head - answer.version_start] += 1
         if min(version for version, _, _ in answer.spans) < least:
             self.violations += 1

@@ -82,7 +82,7 @@ def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard
         state=state,
         incarnation=Incarnation(at.offset) if state.incarnation is None else state.incarnation,
         heard=at,
-        want=_want(same_life, state, at),
+        want=_want(state, at),
         started=_started(same_life, state, at),
     )
     return Fleet(members=fleet.members.set(state.replica, member), now_ms=now_ms), heard
@@ -99,13 +99,8 @@ def _judge(old: Member | None, state: ReplicaState, at: Position) -> Heard:
     return Heard.ACCEPTED if incarnation > old.incarnation else Heard.FENCED
 
 
-def _want(same_life: Member | None, state: ReplicaState, at: Position) -> Offset | None:
-    """A heartbeat takes no want back: it may have been written before the want was read back, thus without its offset."""
-    if state.transition is Transition.ACTIVATION_WANTED:
-        return at.offset
-    if state.want is None and state.transition is Transition.HEARTBEAT and same_life is not None:
-        return same_life.want
-    return state.want
+def _want(state: ReplicaState, at: Position) -> Offset | None:
+    return at.offset if state.transition is Transition.ACTIVATION_WANTED else state.want
 
 
 def _started(same_life: Member | None, state: ReplicaState, at: Position) -> Position | None:
@@ -124,9 +119,12 @@ def slots(fleet: Fleet, pool: PoolName) -> int:
 
 
 def open_wants(fleet: Fleet, pool: PoolName) -> list[Member]:
-    """The members that want to activate or do, in log order. One that fell silent or held a slot for too long has none."""
+    """The members that activate, then those that want to, in log order. One that is silent or holds a slot for too long has none.
+
+    Who holds a slot comes first: an older want that the records did not tell of for a while gives no right to it.
+    """
     wants = [m for m in fleet.pool(pool) if m.want is not None and not fleet.silent(m) and not _overdue(fleet, m)]
-    return sorted(wants, key=lambda m: m.want or 0)
+    return sorted(wants, key=lambda m: (m.started is None, m.want or 0))
 
 
 def may_activate(fleet: Fleet, replica: ReplicaId) -> bool:

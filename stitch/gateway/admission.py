@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from stitch.core.admission import Bounds, Constraint, Gone, resolve
 from stitch.core.errors import InvalidRequest
@@ -20,6 +21,9 @@ from stitch.http import answers
 from stitch.http.answers import Answer
 from stitch.http.request import RequestSpec
 
+REFUSED_SECONDS: Final = 0.5
+"""How long a replica that refused a request is not asked again for it, unless it changes before."""
+
 
 class Refusal(StrEnum):
     """How a replica said that it did not begin."""
@@ -30,16 +34,25 @@ class Refusal(StrEnum):
     UNREACHABLE = "unreachable"
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A replica said no. That holds while its row is the same, for a moment."""
+
+    row: Row
+    reason: Refusal
+    until: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Pending:
-    """A request on its way to a replica. `refused` holds the rows that said no; a row that changed since may be tried again."""
+    """A request on its way to a replica. It waits for a version until `version_until`, for room until `room_until`."""
 
     spec: RequestSpec
     policy: PolicyId
     request_id: str
     version_until: float
     room_until: float
-    refused: dict[ReplicaId, tuple[Row, Refusal]] = field(default_factory=dict)
+    refused: dict[ReplicaId, Refused] = field(default_factory=dict)
 
     @property
     def constraint(self) -> Constraint:
@@ -100,6 +113,9 @@ class Admission:
         """Takes a place, waiting as far as the request and the bounds allow, or gives the answer that refuses it."""
         while True:
             first = self._attempt(pending)
+            if isinstance(first, Placed) and pending.refused and self._clock() > pending.room_until:
+                self.give_back(first)
+                return self._refuse(pending, Lack.VERSION)
             outcome = await self._wait(pending, first) if isinstance(first, Lack) else first
             if isinstance(outcome, Gone):
                 return answers.gone(outcome.reason, policy=pending.policy, request_id=pending.request_id)
@@ -110,6 +126,12 @@ class Admission:
         """The request is over: its place goes to the first who waits for one."""
         self.table.give_back(placed.row)
         self.waiting.freed()
+
+    def refused(self, pending: Pending, placed: Placed, reason: Refusal) -> None:
+        """The replica said that it did not begin: another is tried, where there is one."""
+        pending.refused[placed.row.replica] = Refused(placed.row, reason, self._clock() + REFUSED_SECONDS)
+        if reason is Refusal.UNREACHABLE:
+            self.table.suspect(placed.row.replica)
 
     def lineage(self, policy: PolicyId) -> PolicyLineage:
         """What was decided of the policy."""
@@ -135,7 +157,9 @@ class Admission:
             return bounds
         rows = self.table.candidates(pending.policy, pending.spec.channel, bounds)
         if pending.refused:
-            rows = tuple(row for row in rows if not _refused(pending, row))
+            rows = self._unrefused(pending, rows)
+            if not rows and Refusal.BUSY in self._reasons(pending):
+                return Lack.ROOM
         if not rows:
             return Lack.VERSION
         row = self._choose(rows, pending.spec.session)
@@ -143,6 +167,15 @@ class Admission:
             return Lack.ROOM
         self.table.take(row)
         return Placed(row=row, bounds=bounds)
+
+    def _unrefused(self, pending: Pending, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        now = self._clock()
+        refused = {no.row for no in pending.refused.values() if no.until > now}
+        return tuple(row for row in rows if row not in refused)
+
+    def _reasons(self, pending: Pending) -> set[Refusal]:
+        """Why the replicas that still are what they were refused."""
+        return {no.reason for no in pending.refused.values() if self.table.rows.get(no.row.replica) is no.row}
 
     def _choose(self, rows: tuple[Row, ...], session: str | None) -> Row | None:
         in_flight = self.table.in_flight
@@ -164,6 +197,8 @@ class Admission:
         left = (pending.version_until if lack is Lack.VERSION else pending.room_until) - self._clock()
         if left <= 0:
             return self._refuse(pending, lack)
+        if pending.refused:
+            left = min(left, REFUSED_SECONDS)  # then they may be asked again, whether they spoke or not
         try:
             return await self.waiting.wait(lambda: self._attempt(pending), lack, left, undo=self._undo)
         except RoomFull as error:
@@ -182,7 +217,7 @@ class Admission:
         bounds = resolve(self.lineage(policy), pending.constraint)
         if isinstance(bounds, Gone):
             return answers.gone(bounds.reason, policy=policy, request_id=request_id)
-        reasons = {reason for row, reason in pending.refused.values() if self.table.rows.get(row.replica) is row}
+        reasons = self._reasons(pending)
         if reasons and Refusal.NOT_READY not in reasons:
             if Refusal.BUSY in reasons:
                 return answers.busy(f"every replica that could answer is full ({policy})", request_id=request_id)
@@ -201,8 +236,3 @@ class Admission:
             message=None if lineage.owner else f"nothing was ever claimed for policy {policy}",
             request_id=request_id,
         )
-
-
-def _refused(pending: Pending, row: Row) -> bool:
-    found = pending.refused.get(row.replica)
-    return found is not None and found[0] is row

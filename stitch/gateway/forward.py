@@ -133,9 +133,7 @@ class Forwarder:
             if not isinstance(outcome, Refusal):
                 return outcome
             self.metrics.retries.add(outcome.value)
-            pending.refused[placed.row.replica] = (placed.row, outcome)
-            if outcome is Refusal.UNREACHABLE:
-                self.admission.table.suspect(placed.row.replica)
+            self.admission.refused(pending, placed, outcome)
 
     async def _attempt(self, request: _Request, pending: Pending, placed: Placed, send: Send) -> Refusal | Answer | None:
         try:

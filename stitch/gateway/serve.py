@@ -22,7 +22,7 @@ async def run_gateway(config: GatewayConfig, *, ready: Callable[[str], None] | N
     """
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(open_log(config.log))
-        await log.setup(create=False)
+        await log.setup(create=log.embedded)
         fleet, lineage = fleet_follower(log), lineage_follower(log)
         upstream = await stack.enter_async_context(Upstream())
         gateway = create_app(config, fleet, lineage, upstream)

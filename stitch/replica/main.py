@@ -132,7 +132,7 @@ async def _build(config: ReplicaConfig, stack: AsyncExitStack, events: EventLog 
     if events is None:
         events = await stack.enter_async_context(open_log(config.log))
         try:
-            await events.setup(create=False)
+            await events.setup(create=events.embedded)
         except Unavailable as error:
             log.warning("the log is away: %s; going on, and trying again", error)
     store = stack.enter_context(open_store(config.store))

@@ -41,9 +41,6 @@ from stitch.weights.tensors import Weights
 
 PUBLISH_SECONDS: Final = 1800.0
 """Longer than the outages that people mend within a shift, shorter than a job's own patience."""
-EMBEDDED: Final = ("sqlite", "memory")
-"""Logs that are made where they are missing. On a server the operator makes the streams, with settings that last."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -252,8 +249,7 @@ async def _opened(
         undo.callback(loop.call, event_log.aclose)
     decisions = Decisions(event_log, opening.policy, source=f"/stitch/trainer/{opening.writer}")
     undo.callback(loop.call, decisions.aclose)
-    create = event_log.url.partition("://")[0] in EMBEDDED
-    await attempt.until_available(lambda: event_log.setup(create=create))
+    await attempt.until_available(lambda: event_log.setup(create=event_log.embedded))
     decisions.start()
     author = Author(decisions, blobs, opening.policy, opening.run, opening.writer)
     await author.open(opening, base, attempt)

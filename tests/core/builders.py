@@ -164,3 +164,14 @@ class History:
 
     def accepted(self, decision: Decision) -> None:
         assert self.append(decision) is Verdict.ACCEPTED
+
+
+def chain_of(*texts: str) -> History:
+    """A run whose first version is full and whose later ones are deltas, each on the one before."""
+    history = History()
+    history.claimed(texts[0].split("/")[0])
+    before: str | None = None
+    for text in texts:
+        history.published(text, base=before)
+        before = text
+    return history

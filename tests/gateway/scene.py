@@ -6,6 +6,7 @@ A fake replica speaks a replica's side of the contract (statuses, headers, activ
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 import uuid
@@ -40,7 +41,7 @@ from stitch.http.server import ClientGone, Receive, Scope, Send, read_body, serv
 from stitch.log.events import append
 from stitch.log.memory import MemoryLog
 from stitch.log.port import Stream
-from stitch.log.views import lineage_follower, new_event_id
+from stitch.log.views import new_event_id
 
 P: Final = PolicyId("p")
 R1: Final = RunId("r1")
@@ -270,14 +271,6 @@ class Scene:
         self.url = ""
         self._stack = stack
 
-    async def decisions_read(self) -> None:
-        """Returns once a reader that began now has read all decisions: a sanity check of the scene itself."""
-        follower = lineage_follower(self.log)
-        task = asyncio.create_task(follower.run())
-        await follower.catch_up(BOUND)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
     async def replica(self, name: str, *, number: int | None = None, **fields: Any) -> FakeReplica:
         """A replica on loopback that has joined, and serves `number` where it is given."""
         known = {key: fields.pop(key) for key in ("policy", "heartbeat_ms", "capacity") if key in fields}
@@ -315,7 +308,8 @@ class Scene:
         """POST; headers by keyword, as `min_version`."""
         raw = body if isinstance(body, bytes) else json.dumps({"text": "x"} if body is None else body).encode()
         named = {f"X-Stitch-{name.replace('_', '-')}": value for name, value in headers.items()}
-        async with asyncio.timeout(BOUND), self.http.post((url or self.url) + path, data=raw, headers=named) as response:
+        data = io.BytesIO(raw)
+        async with asyncio.timeout(BOUND), self.http.post((url or self.url) + path, data=data, headers=named) as response:
             return Got(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
     async def get(self, path: str, *, url: str | None = None, **headers: str) -> Got:
@@ -348,4 +342,4 @@ async def scene() -> AsyncIterator[Scene]:
         yield it
 
 
-__all__ = ["BOUND", "Event", "FakeReplica", "Got", "P", "R1", "R2", "Scene", "Seen", "Trainer", "says", "scene", "until", "version"]
+__all__ = ["BOUND", "R1", "R2", "Event", "FakeReplica", "Got", "P", "Scene", "Seen", "Trainer", "says", "scene", "until", "version"]

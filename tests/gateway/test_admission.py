@@ -38,7 +38,13 @@ async def test_forwards_what_was_asked_with_the_run_that_it_resolved(play: Scene
     async with play.http.post(
         f"{play.url}/v1/completions?x=a%26b",
         json={"model": "p", "weight_version": {"min_version": 1}},
-        headers={"X-Session-ID": "s", "X-Stitch-Max-Lag": "1", "X-Stitch-Request-Id": "mine", "X-Other": "kept", "X-Stitch-Wait": "1"},
+        headers={
+            "X-Session-ID": "s",
+            "X-Stitch-Max-Lag": "1",
+            "X-Stitch-Request-Id": "mine",
+            "X-Other": "kept",
+            "X-Stitch-Wait": "1",
+        },
     ) as response:
         assert response.status == 200
         assert response.headers["X-Stitch-Tip"] == "r1/weight_v000002"
@@ -349,5 +355,3 @@ async def waiting(play: Scene, number: int) -> None:
     async with asyncio.timeout(20):
         while f"stitch_gateway_waiting {number}\n" not in (await play.get("/metrics")).body.decode():
             await asyncio.sleep(0.01)
-
-

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import random
 import socket
 from typing import Any
 
@@ -10,7 +13,7 @@ import aiohttp
 import pytest
 
 from stitch.http.server import AnswerCut, Send
-from tests.gateway.scene import BOUND, Scene, Seen, says, until
+from tests.gateway.scene import BOUND, FakeReplica, Scene, Seen, says, until
 
 pytestmark = pytest.mark.integration
 
@@ -95,10 +98,26 @@ async def test_a_409_waits_for_the_replicas_next_word(play: Scene) -> None:
     asking = asyncio.create_task(play.ask(min_version="0", wait="15"))
     await until(lambda: len(replica.seen) == 1)
     replica.behave = replica.echo
-    await replica.tell()  # a heartbeat changes nothing
     await replica.serving(1)
+    assert (await asking).headers["x-stitch-version-start"] == "1"
+
+
+async def test_a_replica_that_comes_round_is_asked_again(play: Scene) -> None:
+    replica = await play.replica("a", number=0)
+    replica.behave = says(503, NOT_STARTED)
+    await play.gateway()
+    asking = asyncio.create_task(play.ask(wait="15"))
+    await until(lambda: len(replica.seen) == 2)
+    replica.behave = replica.echo
     assert (await asking).status == 200
-    assert len(replica.seen) == 2
+
+
+async def test_a_replica_that_others_filled_is_asked_again_until_the_deadline(play: Scene) -> None:
+    replica = await play.replica("a", number=0)
+    replica.behave = says(429)
+    await play.gateway(deadline=1.2)
+    assert (await play.ask()).status == 429
+    assert len(replica.seen) >= 2
 
 
 async def test_death_before_the_answer_is_not_tried_again(play: Scene) -> None:
@@ -210,9 +229,10 @@ async def test_a_stream_that_breaks_off_says_so(play: Scene) -> None:
     await play.gateway()
     read = b""
     async with asyncio.timeout(BOUND), play.http.post(f"{play.url}/generate", json={}) as response:
-        with pytest.raises(aiohttp.ClientError):
+        with contextlib.suppress(aiohttp.ClientError):
             async for chunk in response.content.iter_any():
                 read += chunk
+            pytest.fail("taken for a whole answer")
     assert read.startswith(b"data: 1\n\ndata: half\n\ndata: ")
     assert b'"generation_started": true' in read
 
@@ -245,3 +265,37 @@ async def test_waiting_requests_are_sent_away_at_the_end(play: Scene) -> None:
     gateway.cancel()
     got = await asking
     assert (got.status, got.headers["x-stitch-generation-started"]) == (503, "false")
+
+
+async def test_no_place_is_lost_whoever_leaves_when(play: Scene) -> None:
+    chance = random.Random(7)
+    replicas = [await play.replica(name, number=0, capacity=2) for name in "ab"]
+
+    async def slowly(replica: FakeReplica, seen: Seen, send: Send) -> None:
+        await asyncio.sleep(chance.random() / 50)
+        await replica.echo(seen, send)
+
+    for replica in replicas:
+        replica.behave = functools.partial(slowly, replica)
+    await play.gateway()
+
+    async def client() -> None:
+        for _ in range(10):
+            asking = asyncio.create_task(play.ask())
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.random() / 20)
+                asking.cancel()
+            got = (await asyncio.gather(asking, return_exceptions=True))[0]
+            assert isinstance(got, asyncio.CancelledError) or got.status == 200  # type: ignore[union-attr]
+
+    await asyncio.gather(*(client() for _ in range(12)))
+    async with asyncio.timeout(BOUND):
+        while True:
+            text = (await play.get("/metrics")).body
+            if b"stitch_gateway_in_flight 0\n" in text and b"stitch_gateway_waiting 0\n" in text:
+                break
+            await asyncio.sleep(0.01)
+    assert (
+        max(replica.most_active for replica in replicas) <= 3
+    )  # one more than its places: a left client is noticed a moment later
+    assert b"stitch_gateway_clients_gone_total 0\n" not in text

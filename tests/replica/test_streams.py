@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -28,12 +29,12 @@ FORMS = {
 
 async def stream(
     replica: Running, path: str, body: dict[str, Any], at: int = -1, then: Any = None
-) -> tuple[dict[str, str], list[Any]]:
+) -> tuple[Mapping[str, str], list[Any]]:
     """The headers and the data of all events; `then` is awaited after event number `at`."""
     parser, events = SseParser(), []
     async with replica.world.http.post(replica.url + path, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
-        headers = dict(response.headers)
+        headers = response.headers
         async for chunk in response.content.iter_any():
             for each in parser.feed(chunk):
                 events.append(each.data)

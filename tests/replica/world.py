@@ -88,12 +88,12 @@ class World:
         await self.events.aclose()
 
     @asynccontextmanager
-    async def trainer(self, run: str = RUN, **options: Any) -> AsyncIterator[Trainer]:
-        """A publisher of the run; a new one begins with a random base."""
+    async def trainer(self, run: str = RUN, *, sizes: ModelConfig = SMALL, **options: Any) -> AsyncIterator[Trainer]:
+        """A publisher of the run; a new one begins with a random base of these sizes."""
         if "boot_version" not in options:
             base = self.folder / f"base-{run}"
             if not base.exists():
-                init_checkpoint(base, seed=len(run) + ord(run[-1]), config=SMALL)
+                init_checkpoint(base, seed=len(run) + ord(run[-1]), config=sizes)
             options["base"] = base
         opened = await asyncio.to_thread(
             lambda: Publisher.open(policy=POLICY, run=run, log=self.log_url, store=self.store_url, **options)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
@@ -141,8 +142,8 @@ def decode_manifest(data: bytes, expect: Digest | None = None) -> Manifest:
     if expect is not None and manifest_digest(data) != expect:
         raise CorruptObject(f"manifest: bytes do not match digest {expect[:16]}…")
     try:
-        return _parse(json.loads(data))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return _parse(json.loads(data, parse_constant=_no_constant))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, InvalidRequest) as error:
         raise CorruptObject(f"manifest: not readable: {error!r}") from error
 
 
@@ -160,6 +161,10 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     if raw.pop("format") != FORMAT:
         raise CorruptObject("manifest.format: written by a newer release; upgrade this one")
     base = raw["base"]
+    weights, files = _files(raw["weights"]), _files(raw["files"])
+    twice = [path for path, count in Counter(file.path for file in (*weights, *files)).items() if count > 1]
+    if twice:
+        raise CorruptObject(f"manifest.files: {twice[0]!r} stands twice")
     return Manifest(
         policy=PolicyId(_text(raw["policy"])),
         run=RunId(_text(raw["run"])),
@@ -177,10 +182,10 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         ),
         tensors=_tensors(raw["tensors"]),
         weights_digest=Digest(_hex(raw["weights_digest"], _HEX64)),
-        weights=_files(raw["weights"]),
-        files=_files(raw["files"]),
-        probes=tuple(dict(p) for p in raw["probes"]),
-        metadata=dict(raw["metadata"]),
+        weights=weights,
+        files=files,
+        probes=tuple(_object(p) for p in _list(raw["probes"])),
+        metadata=_object(raw["metadata"]),
     )
 
 
@@ -192,7 +197,7 @@ def _manifest_ref(raw: dict[str, Any]) -> ManifestRef:
     )
 
 
-def _tensors(raw: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+def _tensors(raw: object) -> tuple[TensorSpec, ...]:
     tensors = tuple(
         TensorSpec(
             name=_text(t["name"]),
@@ -200,28 +205,26 @@ def _tensors(raw: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
             shape=tuple(_count(n) for n in t["shape"]),
             state=StateDigest(_hex(t["state"], _HEX16)),
         )
-        for t in raw
+        for t in _list(raw)
     )
     if len({t.name for t in tensors}) != len(tensors):
         raise CorruptObject("manifest.tensors: a name stands twice")
     return tensors
 
 
-def _files(raw: Sequence[dict[str, Any]]) -> tuple[StoredFile, ...]:
-    if len(raw) > MAX_FILES:
+def _files(raw: object) -> tuple[StoredFile, ...]:
+    rows = _list(raw)
+    if len(rows) > MAX_FILES:
         raise CorruptObject(f"manifest.files: more than {MAX_FILES}")
-    files = tuple(
+    return tuple(
         StoredFile(
             path=check_relative(_text(f["path"])),
             key=_text(f["key"]),
             size=_count(f["size"]),
             blake3=Digest(_hex(f["blake3"], _HEX64)),
         )
-        for f in raw
+        for f in rows
     )
-    if len({f.path for f in files}) != len(files):
-        raise CorruptObject("manifest.files: a path stands twice")
-    return files
 
 
 def check_relative(path: str) -> str:
@@ -236,6 +239,22 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected text, found {value!r}")
     return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {value!r}")
+    return value
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, found {value!r}")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _count(value: object) -> int:

@@ -83,6 +83,12 @@ class Engine(ABC):
     def url(self) -> str:
         """Base URL, without a trailing slash."""
 
+    @property
+    @abstractmethod
+    def carry_mode(self) -> PauseMode | None:
+        """The pause in which requests go on with other weights while their spans stay right to the token; None where there is
+        none, so that no request may live across a load. Asked after the first `report`."""
+
     # --- control -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod

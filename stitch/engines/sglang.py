@@ -52,11 +52,22 @@ class SglangEngine(Engine):
         self._vocabulary = vocabulary
         self._vocabulary_given = vocabulary is not None
         self._load_timeout = load_timeout
+        self._overlaps = True
+        self._asked_schedule = False
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def carry_mode(self) -> PauseMode | None:
+        """Retract, unless the server runs without overlap scheduling.
+
+        With it, a pause in place leaves the last batch's result for later: tokens that the old weights computed are recorded after
+        the load, and SGLang 0.5.23 counts them as the new version's. A retraction records them first.
+        """
+        return PauseMode.RETRACT if self._overlaps else PauseMode.IN_PLACE
 
     # --- control -----------------------------------------------------------------------------------------------------------
 
@@ -84,6 +95,10 @@ class SglangEngine(Engine):
         label = info["weight_version"] if "weight_version" in info else await self._older_label()
         paused = info.get("paused")
         await self._learn_vocabulary(Path(path), only_first=True)
+        if not self._asked_schedule:
+            _, server = await self._call("GET", "/server_info", timeout=COMMAND_TIMEOUT_S)
+            self._overlaps = server.get("disable_overlap_schedule") is not True
+            self._asked_schedule = True
         return EngineReport(
             model_path=path,
             label=label if isinstance(label, str) else None,

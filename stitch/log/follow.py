@@ -112,10 +112,15 @@ class Follower(Generic[S]):
             return self.state
 
     async def catch_up(self, timeout: float = CATCH_UP_SECONDS) -> S:
-        """The state once it has folded all that the log held at the call. Raises Unavailable after `timeout` seconds."""
+        """The state once it has folded all that the log held at the call.
+
+        Raises Unavailable after `timeout` seconds, LogDiverged where the log ends before what was read of it.
+        """
         try:
             async with asyncio.timeout(timeout):
                 end = (await self.log.bounds(self.stream)).end
+                if self._position is not None and end < self._position:
+                    raise self._diverged(end)
                 return await self.until(lambda _: self._position is not None and self._position >= end, None)
         except TimeoutError as error:
             raise Unavailable(f"{self.stream}: not read to its end within {timeout:g} s ({self.error or 'no answer'})") from error
@@ -148,11 +153,17 @@ class Follower(Generic[S]):
             # The record before may be gone for a good reason: compaction, or the end of its retention.
             bounds = await self.log.bounds(self.stream)
             if bounds.end < self._position:
-                raise LogDiverged(f"{self.stream}: the log ends at {bounds.end}, before {self._position}, up to which it was read")
+                raise self._diverged(bounds.end)
             return max(self._position, bounds.start)
         if self._start is not None:
             return await self._start(self.log)
         return (await self.log.bounds(self.stream)).start
+
+    def _diverged(self, end: Offset) -> LogDiverged:
+        return LogDiverged(
+            f"{self.stream}: the log ends at {end}, before {self._position}, up to which it was read: it was truncated or "
+            f"recreated. Restore it, or begin a new namespace"
+        )
 
     async def _check_mark(self, found: Sequence[Record], mark: Mark) -> None:
         first = found[0] if found else None

@@ -18,16 +18,17 @@ from typing import ClassVar, Final
 
 from stitch.core.errors import StitchError
 from stitch.engines.port import Engine, EngineFailed, EngineReport, LoadRefused, PauseMode
-from stitch.replica.config import Mode, ReplicaConfig
+from stitch.replica.config import KvScope, Mode, ReplicaConfig
 from stitch.replica.gate import Gate, Ticket
 from stitch.replica.targets import Serving, Target
 
 log = logging.getLogger(__name__)
 
 SETTLE_SECONDS: Final = 5.0
-"""How long the gate stays closed for requests that came while others were waited for; a third of a usual pause budget."""
-GIVE_UP_SECONDS: Final = 15.0
-"""How long requests that were given up may take to end: an abort in the engine, and an answer to a slow client."""
+"""How long the gate stays closed for requests that came while others were waited for."""
+GIVE_UP_SECONDS: Final = 10.0
+"""How long requests that were given up may take to end: an abort in the engine, and an answer to the client. Twice this, the
+settling, and the defaults for draining and for the swap make 115 s: less than a slot of the budget lasts."""
 BOOT_LOOK_SECONDS: Final = 0.1
 CONFIRMING_LABEL: Final = "unconfirmed"
 """Set before a load whose success could else not be told from what the engine said before; no version's label."""
@@ -50,6 +51,13 @@ class Swap:
     refused: str | None = None
 
 
+def drifted(report: EngineReport, serving: Serving) -> str | None:
+    """How what the engine says differs from what it shall serve; None where it does not."""
+    if (report.model_path, report.label) == (serving.model_path, serving.label):
+        return None
+    return f"the engine holds {report.model_path} under label {report.label!r}, not {serving.ref} from {serving.model_path}"
+
+
 class Activation:
     """Changes versions of one engine behind one gate. One call at a time, and none may be cancelled: shield it."""
 
@@ -57,18 +65,28 @@ class Activation:
         self.swapping = False
         """From the first order to the engine until it is known what it holds; stays true where that failed."""
         self._engine, self._gate, self._config = engine, gate, config
-        in_place = config.mode is Mode.IN_PLACE and PauseMode.IN_PLACE in engine.pause_modes
-        self._quiesce = not in_place
+        self._mode = config.mode
+
+    @property
+    def _quiesce(self) -> bool:
+        """Whether nothing may live across a load: by choice, or since the engine could not tell such a request's versions."""
+        return self._mode is Mode.QUIESCE or self._engine.carry_mode is None
 
     # --- the first version -------------------------------------------------------------------------------------------------
 
-    async def wait_until_up(self, gone: Callable[[], str | None]) -> None:
-        """Waits until the engine takes requests. Raises ReplicaFailed where it ends (`gone` says how) or takes too long."""
+    async def wait_until_answering(self) -> None:
+        """Waits for an engine that somebody else runs, and may have left paused. Raises ReplicaFailed where it takes too long."""
+        await self._wait_until(self._engine.alive, lambda: True)
+
+    async def wait_until_ready(self, running: Callable[[], bool]) -> None:
+        """Waits until an engine of our own takes requests. Raises ReplicaFailed where it ends first, or takes too long."""
+        await self._wait_until(self._engine.ready, running)
+
+    async def _wait_until(self, up: Callable[[], Awaitable[bool]], running: Callable[[], bool]) -> None:
         due = time.monotonic() + self._config.boot_seconds
-        while not await self._engine.alive():
-            ended = gone()
-            if ended is not None:
-                raise ReplicaFailed(ended)
+        while not await up():
+            if not running():
+                raise ReplicaFailed("the engine ended while it started")
             if time.monotonic() >= due:
                 raise ReplicaFailed(f"the engine was not up within {self._config.boot_seconds:g} s")
             await asyncio.sleep(BOOT_LOOK_SECONDS)
@@ -132,8 +150,8 @@ class Activation:
             return Swap(pause_ms=pause_ms, refused=f"{len(left)} requests did not end, though they were given up")
         if path is None:
             return await self._supervised(self._relabel(old, target), self._config.swap_seconds)
-        swap = self._load(old, path, target, probe, flush=self._quiesce or probe is not None)
-        return await self._supervised(swap, self._config.swap_seconds)
+        carry = None if self._quiesce or probe is not None else self._engine.carry_mode
+        return await self._supervised(self._load(old, path, target, probe, carry), self._config.swap_seconds)
 
     async def _drain(self, target: Target, *, everything: bool) -> set[Ticket]:
         """Returns with the gate closed, and whatever would not end."""
@@ -160,14 +178,14 @@ class Activation:
         self._gate.flip(serving)
         return Swap(pause_ms=self._gate.open())
 
-    async def _load(self, old: Serving, path: Path, target: Target, probe: Probe | None, *, flush: bool) -> Swap:
+    async def _load(self, old: Serving, path: Path, target: Target, probe: Probe | None, carry: PauseMode | None) -> Swap:
         serving = _serving(target, str(path))
-        await self._engine.pause(PauseMode.ABORT if flush else PauseMode.IN_PLACE)
+        await self._engine.pause(carry or PauseMode.ABORT)
         ambiguous = serving.model_path == old.model_path
         if ambiguous:
             await self._engine.set_label(CONFIRMING_LABEL)
         try:
-            await self._engine.load(path, serving.label, flush_cache=flush)
+            await self._engine.load(path, serving.label, flush_cache=self._flushes(carry))
         except LoadRefused as refusal:
             if ambiguous:
                 await self._engine.set_label(old.label)
@@ -184,12 +202,17 @@ class Activation:
             self._gate.flip(serving)
         return Swap(pause_ms=self._gate.open())
 
+    def _flushes(self, carry: PauseMode | None) -> bool:
+        """Whether the load drops the KV cache: where no request lives on, or none needs what it had and no prefix shall outlive its
+        version. A request that the engine holds unbegun would otherwise find prefixes of the version at which it was admitted."""
+        return carry is None or (carry is PauseMode.RETRACT and self._config.kv_scope is KvScope.VERSION)
+
     # --- what all of them need ---------------------------------------------------------------------------------------------
 
     async def _confirm(self, serving: Serving) -> None:
-        report = await self._engine.report()
-        if (report.model_path, report.label) != (serving.model_path, serving.label):
-            raise ReplicaFailed(f"the engine holds {_shown(report)}, not {serving.ref} from {serving.model_path}")
+        wrong = drifted(await self._engine.report(), serving)
+        if wrong is not None:
+            raise ReplicaFailed(wrong)
 
     async def _check(self, probe: Probe | None) -> None:
         if probe is not None:
@@ -211,7 +234,3 @@ class Activation:
 
 def _serving(target: Target, model_path: str) -> Serving:
     return Serving(target=target, label=str(target.ref.number), model_path=model_path)
-
-
-def _shown(report: EngineReport) -> str:
-    return f"{report.model_path} under label {report.label!r}"

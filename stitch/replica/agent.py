@@ -103,11 +103,11 @@ class Agent:
         self._say(Phase.LEFT, Transition.LEFT)
         await self.announcer.flushed(FAREWELL_SECONDS)
 
-    async def fail(self, reason: str) -> None:
-        """The last word of a replica that cannot go on; what it was taking at that moment, it failed on."""
+    async def fail(self, reason: str, *, of_engine: bool) -> None:
+        """The last word of a replica that cannot go on. Where the engine failed, what it was taking at that moment is to blame."""
         self._leaving = True
         self.last_error = reason
-        swapping = self._activation is not None and self._activation.swapping
+        swapping = of_engine and self._activation is not None and self._activation.swapping
         target = self._taking if swapping else None
         self.gate.shut_for("the replica failed; the request was not started")
         self.gate.give_up(set(self.gate.in_flight), f"the replica failed: {reason}")
@@ -133,10 +133,6 @@ class Agent:
     @property
     def phase(self) -> Phase:
         return self.announcer.state.phase
-
-    @property
-    def activating(self) -> bool:
-        return self._busy.locked()
 
     async def _live(self, tasks: asyncio.TaskGroup) -> None:
         await self._come_up()
@@ -164,18 +160,17 @@ class Agent:
             await self.announcer.changed(LOOK_SECONDS)
 
     async def _first_target(self) -> Target:
-        """The channel's target, or its nearest ancestor that is not held back."""
-        while True:
-            target = await self.reconciler.newer_than(None)
-            if not self._budget.held(target.ref):
-                return target
-            lineage = self.reconciler.lineage
-            if target.ref in lineage.versions:
-                for version in lineage.path(target.ref):
-                    if lineage.eligible(version.ref) and not self._budget.held(version.ref):
-                        log.warning("%s is held back: it failed on others; taking %s", target.ref, version.ref)
-                        return target_at(lineage, version.ref, target.generation, target.sequence)
-            await self.announcer.changed(LOOK_SECONDS)
+        """The channel's target, or its nearest ancestor that is not held back. Where there is none, the target is tried again:
+        a replica that serves nothing takes no capacity away."""
+        target = await self.reconciler.newer_than(None)
+        if not self._budget.held(target.ref):
+            return target
+        lineage = self.reconciler.lineage
+        for version in lineage.path(target.ref if target.ref in lineage.versions else None):
+            if lineage.eligible(version.ref) and not self._budget.held(version.ref):
+                log.warning("%s is held back: it failed before; taking %s", target.ref, version.ref)
+                return target_at(lineage, version.ref, target.generation, target.sequence)
+        return target
 
     async def _start(self, target: Target, staged: Staged, probes: Probes) -> bool:
         """Whether the first version serves now."""
@@ -197,7 +192,7 @@ class Agent:
     async def _join(self, target: Target, staged: Staged, probes: Probes) -> Swap:
         assert self._config.engine_url is not None
         activation = self._activation or self._attach(self._config.engine_url)
-        await activation.wait_until_up(lambda: None)
+        await activation.wait_until_answering()
         return await self._shielded(activation.join(staged.path, target, self._probe(probes)))
 
     async def _boot(self, supervisor: Supervisor, target: Target, staged: Staged, probes: Probes) -> Swap:
@@ -205,9 +200,10 @@ class Agent:
             activation = self._attach(await supervisor.start(staged.path))
             activation.swapping = True  # it loads the version from its first moment
             try:
-                await activation.wait_until_up(lambda: None if supervisor.running else "the engine ended while it started")
+                await activation.wait_until_ready(lambda: supervisor.running)
                 break
             except ReplicaFailed:
+                activation.swapping = not supervisor.could_not_start
                 await supervisor.stop()
                 if attempt == BOOT_ATTEMPTS - 1:
                     raise
@@ -378,6 +374,7 @@ class Agent:
         await watch(
             self.engine,
             judged=lambda: not self._busy.locked(),
+            serving=lambda: self.gate.serving,
             interval=self._config.watchdog_seconds,
             failures=self._config.watchdog_failures,
             ended=self._supervisor.ended if self._supervisor is not None else None,

@@ -126,6 +126,11 @@ class Announcer:
         return True
 
     @property
+    def waiting(self) -> int:
+        """Records that are yet to be written."""
+        return len(self._queue)
+
+    @property
     def readable(self) -> bool:
         """Whether the stream can be trusted to tell who wants to activate."""
         answered = time.monotonic() - self.fleet.polled_at < SILENT_SECONDS

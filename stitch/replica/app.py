@@ -156,6 +156,7 @@ class ReplicaApp:
                     "publications": _said(agent.reconciler.follower.error),
                     "pointer": agent.reconciler.pointer_error,
                     "activations": agent.announcer.error,
+                    "unwritten": agent.announcer.waiting,
                 },
             },
         )

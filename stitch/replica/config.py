@@ -81,7 +81,7 @@ class ReplicaConfig:
     labels: Mapping[str, str] = field(default_factory=dict)
     heartbeat_seconds: float = 2.0
     reconcile_seconds: float = 5.0
-    drain_seconds: float = 45.0
+    drain_seconds: float = 30.0
     """How long requests that cannot live through an activation are waited for."""
     swap_seconds: float = 60.0
     """Bound on the time with the gate closed. With `drain_seconds` it stays below the bound on a slot of the budget."""

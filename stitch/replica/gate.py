@@ -39,6 +39,8 @@ class Ticket:
     bounds: Bounds
     tells: bool
     versions: list[RunVersion]
+    tip: RunVersion | None = None
+    """The newest version known at admission, against which a bound on staleness was judged."""
     admitted_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     """Set where an activation could not wait for the request any longer."""
@@ -107,7 +109,8 @@ class Gate:
             return Unavailable("the replica is taking a new version; the request was not started")
         if len(self.in_flight) >= self._capacity:
             return Full(f"the replica answers {self._capacity} requests already; the request was not started")
-        ticket = Ticket(request_id=request_id, bounds=bounds, tells=tells, versions=[serving.ref])
+        tip = self._lineage().tip
+        ticket = Ticket(request_id=request_id, bounds=bounds, tells=tells, versions=[serving.ref], tip=tip)
         self.in_flight.add(ticket)
         return ticket
 

@@ -22,6 +22,8 @@ GRACE_SECONDS: Final = 5.0
 """Between SIGTERM and SIGKILL: an engine that takes longer to end has nothing left to save."""
 LOOK_SECONDS: Final = 0.05
 USAGE: Final = 2
+NOT_STARTED: Final = 127
+"""As shells have it: no such program."""
 SIGNALLED: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     except OSError as error:
         print(f"engine: cannot start {arguments[1]}: {error}", file=sys.stderr)
-        return 127
+        return NOT_STARTED
     while child.poll() is None and not _closed(LOOK_SECONDS):
         pass
     status = _end(child)

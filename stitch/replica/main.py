@@ -124,7 +124,7 @@ class _Replica:
             await self.agent.leave(timeout=min(self.config.drain_timeout, FENCED_DRAIN_SECONDS))
             return Fenced.exit_code
         log.error("terminal: %s", error)
-        await self.agent.fail(str(error) or repr(error))
+        await self.agent.fail(str(error) or repr(error), of_engine=isinstance(error, ReplicaFailed))
         return ReplicaFailed.exit_code
 
 

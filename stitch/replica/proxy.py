@@ -49,6 +49,10 @@ from stitch.replica.versions import (
 
 log = logging.getLogger(__name__)
 
+ABORT_SECONDS: Final = 2.0
+"""How long an answer waits for an abort; an engine that takes longer is for the watchdog to judge."""
+READ_SECONDS: Final = 10.0
+"""For a read-only route: answered from memory."""
 CLIENT_GONE: Final = 499
 """Counted in place of a status where the client left."""
 
@@ -172,7 +176,9 @@ class Proxy:
 
     async def _answer(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         self.statuses[answer.status] = self.statuses.get(answer.status, 0) + 1
-        await answer.with_header(names.REPLICA, self._config.replica)(scope, receive, send)
+        if answer.header(names.REPLICA) is None:
+            answer = answer.with_header(names.REPLICA, self._config.replica)
+        await answer(scope, receive, send)
 
     def _refusal(self, error: StitchError, asked: Asked) -> Answer:
         """What the gate said, as an answer."""
@@ -243,9 +249,10 @@ class Proxy:
             call.response.close()
         if call.sent and not call.ended:
             try:
-                await call.engine.abort(call.rid)
-            except EngineFailed as error:
-                log.warning("request %s could not be aborted: %s", call.asked.request_id, error)
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await call.engine.abort(call.rid)
+            except (EngineFailed, TimeoutError) as error:
+                log.warning("request %s could not be aborted: %r", call.asked.request_id, error)
 
     # --- the exchange ------------------------------------------------------------------------------------------------------
 
@@ -303,9 +310,8 @@ class Proxy:
             names.REPLICA: self._config.replica,
             names.REQUEST_ID: call.asked.request_id,
         }
-        tip = self._agent.reconciler.lineage.tip
-        if call.asked.spec.constraint.max_lag is not None and tip is not None:
-            pairs[names.TIP] = str(tip)
+        if call.asked.spec.constraint.max_lag is not None and call.ticket.tip is not None:
+            pairs[names.TIP] = str(call.ticket.tip)
         return [(raw(name), value.encode("ascii")) for name, value in pairs.items()]
 
     def _record(self, call: Call, answer: Json, versions: Attribution) -> None:
@@ -346,9 +352,8 @@ class Proxy:
                 parsed = _engine_json(data)
                 if "error" in parsed:
                     call.ended = True
-                    if not call.streaming:
-                        return _refused_in_stream(parsed, call)
-                elif versions is None and finished(call.asked.kind, parsed):
+                    return _refused_in_stream(parsed, call)
+                if versions is None and finished(call.asked.kind, parsed):
                     versions = self._attribute(call, parsed)
                     call.start = versions.start
                     self._record(call, parsed, versions)
@@ -409,10 +414,6 @@ class Proxy:
         return await Answer(status=response.status, body=body, headers=tuple(kept))(scope, receive, send)
 
 
-READ_SECONDS: Final = 10.0
-"""For a read-only route: answered from memory."""
-
-
 async def _events(response: UpstreamResponse) -> AsyncIterator[SseEvent]:
     parser = SseParser()
     async for chunk in response.chunks():
@@ -447,19 +448,18 @@ def _goes_on(data: bytes) -> bool:
 
 
 def _with_versions(each: SseEvent, kind: RouteKind, parsed: Json, versions: Attribution) -> bytes:
-    if "error" not in parsed:
-        splice(kind, parsed, versions)
+    splice(kind, parsed, versions)
     return each.with_data(json.dumps(parsed, ensure_ascii=False).encode()).raw
 
 
 def _refused_in_stream(parsed: Json, call: Call) -> Answer:
-    """An engine that refuses a request after it promised a stream says so in the first event."""
+    """An engine that refuses a request after it promised a stream says so in the first event. Raises Unavailable for any other
+    error that it tells in a stream."""
     error = parsed["error"]
     code = error.get("code") if isinstance(error, dict) else None
-    if isinstance(code, int) and _BAD_REQUEST <= code < _SERVER_ERROR:
+    if not call.streaming and isinstance(code, int) and _BAD_REQUEST <= code < _SERVER_ERROR:
         return answers.json_answer(code, parsed, headers={names.REQUEST_ID: call.asked.request_id})
-    message = f"the engine failed: {str(error)[:200]}"
-    return answers.unavailable(message, generation_started=True, request_id=call.asked.request_id)
+    raise Unavailable(f"the engine failed: {str(error)[:200]}")
 
 
 _BAD_REQUEST: Final = 400

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 READ_SECONDS: Final = 15.0
 """Bound on one reading of the pointer; then its client is replaced."""
 JITTER: Final = (0.75, 1.25)
+WAKE_SECONDS: Final = 0.2
+"""Least time between two readings of the pointer, however many hints come: each refused request is one."""
 
 
 class Reconciler:
@@ -143,6 +145,7 @@ class Reconciler:
             self._changed.notify_all()
 
     async def _pause(self) -> None:
+        await asyncio.sleep(WAKE_SECONDS)
         try:
             async with asyncio.timeout(self._jittered()):
                 await self._hint.wait()

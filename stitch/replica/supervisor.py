@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import socket
 import sys
@@ -18,6 +19,8 @@ from stitch.core.errors import InvalidRequest
 from stitch.replica import keeper
 from stitch.replica.config import MODEL_FIELD, PORT_FIELD, REFERENCE
 
+NOT_HANDED_ON: Final = frozenset({"STITCH_TOKEN"})
+"""Variables that the engine has no use for."""
 LOOPBACK: Final = "127.0.0.1"
 UNLABELLED: Final = "unlabelled"
 """The label of an engine that has yet to be told what it serves; no version's."""
@@ -59,9 +62,13 @@ class Supervisor:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def could_not_start(self) -> bool:
+        """Whether the command itself was at fault: no such program, or none that may be run."""
+        return self._process is not None and self._process.returncode == keeper.NOT_STARTED
+
     async def start(self, model: Path) -> str:
-        """Starts the command on the checkpoint directory; returns the base URL at which it will answer. Raises InvalidRequest
-        where there is no such program."""
+        """Starts the command on the checkpoint directory; returns the base URL at which it will answer."""
         port = free_port()
         filled = [part.replace(MODEL_FIELD, str(model)).replace(PORT_FIELD, str(port)) for part in self._command]
         self._process = await asyncio.create_subprocess_exec(
@@ -72,6 +79,7 @@ class Supervisor:
             *filled,
             stdin=asyncio.subprocess.PIPE,
             stdout=_stderr(),
+            env={name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON},
             start_new_session=True,
         )
         return f"http://{LOOPBACK}:{port}"

@@ -1,6 +1,7 @@
 """The protocol in small scope: every order of events, on the real fold and the real decisions of a writer.
 
-The default takes seconds. `STITCH_PROTOCOL_DEPTH=1` (or 2) allows each fault that many times more: minutes, or hours.
+The default takes seconds. `STITCH_PROTOCOL_DEPTH=1` allows each fault once more and takes a minute; 2, twice more, needs many
+minutes and some gigabytes.
 
 The second half shows that the check can fail: with a rule taken away it finds what the rule is there for.
 """

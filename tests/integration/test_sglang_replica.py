@@ -1,7 +1,10 @@
 """A replica beside real SGLang: it follows versions while it answers, and no answer names a version that did not compute it.
 
-The truth is the engine's own greedy output, taken from each version alone before the replica joins: three random models give three
-different continuations of a prompt. An answer's first span must be a prefix of the truth of the version that it names.
+The truth is the engine's own greedy output, taken from each model alone before the replica joins: three random models give three
+different continuations of a prompt. An answer's first span must be a prefix of the truth of the version that it names. Where an
+answer spans two versions, the newer one, given the older one's tokens, must go on by the very token that the answer has next.
+
+With --kv-scope version no prefix outlives its version, so that what an engine computes depends on nothing but the weights.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +24,30 @@ from stitch.engines.port import PauseMode
 from stitch.trainer.publisher import Publisher
 from stitch.trainer.rollout_answer import Answer
 from stitch.trainer.rollout_client import RolloutClient
+from tests.support import provision
 from tests.support.cluster import POLICY, RUN, Cluster
 from tests.support.sglang import SglangServer
 
+Prompt = tuple[int, ...]
+
 pytestmark = [pytest.mark.integration, pytest.mark.sglang]
 
-PROMPTS = ("the quick brown fox", "weights move from trainer", "over the lazy dog; 7")
+PROMPTS = ((65, 301, 77, 402), (210, 33, 187, 90, 411), (5 * 17, 9 * 31, 120))
+"""As token ids, which any of the models' 512 tokens may be."""
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+VERSIONS = 7
+"""The three models in turn, over and over."""
 STEP_SECONDS = 120.0
 """Bound on a version being served by everyone, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def truth(sglang_server: SglangServer) -> dict[tuple[int, str], list[int]]:
-    """(version, prompt) -> the greedy tokens of that version's model, asked of the engine while nothing else runs."""
+def truth(sglang_server: SglangServer) -> dict[tuple[int, Prompt], list[int]]:
+    """(model, prompt) -> the greedy tokens of that model, asked of the engine while nothing else runs."""
     return asyncio.run(_truth(sglang_server))
 
 
-async def _truth(server: SglangServer) -> dict[tuple[int, str], list[int]]:
+async def _truth(server: SglangServer) -> dict[tuple[int, Prompt], list[int]]:
     found = {}
     engine = open_engine("sglang", server.url)
     try:
@@ -53,8 +62,8 @@ async def _truth(server: SglangServer) -> dict[tuple[int, str], list[int]]:
     return found
 
 
-def _tokens(url: str, prompt: str) -> list[int]:
-    body = json.dumps({"text": prompt, "sampling_params": GREEDY}).encode()
+def _tokens(url: str, prompt: Prompt) -> list[int]:
+    body = json.dumps({"input_ids": prompt, "sampling_params": GREEDY}).encode()
     request = urllib.request.Request(f"{url}/generate", data=body, headers={"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=STEP_SECONDS) as answer:
         tokens: list[int] = json.loads(answer.read())["output_ids"]
@@ -66,7 +75,7 @@ class _Askers:
 
     def __init__(self, gateway: str) -> None:
         self.client = RolloutClient(gateway, policy=POLICY, run=RUN)
-        self.answers: list[tuple[str, Answer]] = []
+        self.answers: list[tuple[Prompt, Answer]] = []
         self._stop = False
         self._threads = ThreadPoolExecutor(4)
         self._running: list[Future[None]] = []
@@ -82,55 +91,68 @@ class _Askers:
         for each in self._running:
             each.result()
 
-    def _ask(self, prompt: str) -> None:
+    def ask(self, prompt: Prompt, *, exact_version: int, tokens: int = GREEDY["max_new_tokens"]) -> Answer:
+        """One answer by that version alone."""
+        sampling = {**GREEDY, "max_new_tokens": tokens}
+        return self.client.generate(
+            input_ids=prompt, sampling_params=sampling, exact_version=exact_version, wait=60, timeout=STEP_SECONDS
+        )
+
+    def crossing(self, number: int) -> list[tuple[Prompt, Answer]]:
+        """The answers so far that an older version began and this one ended."""
+        return [(p, a) for p, a in list(self.answers) if len(a.spans) > 1 and a.version_end == number]
+
+    def _ask(self, prompt: Prompt) -> None:
         while not self._stop:
-            answer = self.client.generate(prompt=prompt, sampling_params=GREEDY, wait=60, timeout=STEP_SECONDS)
+            answer = self.client.generate(input_ids=prompt, sampling_params=GREEDY, wait=60, timeout=STEP_SECONDS)
             self.answers.append((prompt, answer))
 
-    def answered(self, number: int) -> Iterator[Answer]:
-        """The answers that one version computed alone."""
-        return (answer for _, answer in self.answers if answer.version_start == answer.version_end == number)
+    def answered(self, number: int) -> bool:
+        """Whether there is an answer that this version computed alone."""
+        return any(answer.version_start == answer.version_end == number for _, answer in self.answers)
 
 
-def _first_tokens(answer: Answer) -> list[int]:
-    _, start, end = answer.spans[0]
-    return list(answer.output_ids or ())[start:end]
+def _output(answer: Answer) -> list[int]:
+    return list(answer.output_ids or ())
 
 
 def test_it_follows_three_versions_and_every_answer_is_of_the_version_that_it_names(
-    sglang_server: SglangServer, truth: dict[tuple[int, str], list[int]], tmp_path: Path
+    sglang_server: SglangServer, truth: dict[tuple[int, Prompt], list[int]], tmp_path: Path
 ) -> None:
     assert len({tuple(tokens) for tokens in truth.values()}) == len(truth), "the models must differ for the test to tell them apart"
-    models = sglang_server.models
+    models, crossings = sglang_server.models, 0
     with (
         Cluster(tmp_path) as cluster,
         Publisher.open(policy=POLICY, run=RUN, log=cluster.log, store=cluster.store, base=models[0]) as publisher,
     ):
         gateway = cluster.gateway()
-        cluster.replica("on-sglang", "--engine", "sglang", "--engine-url", sglang_server.url)
+        cluster.replica("on-sglang", "--engine", "sglang", "--engine-url", sglang_server.url, "--kv-scope", "version")
         cluster.wait_serving("on-sglang", f"{RUN}/weight_v000000", STEP_SECONDS)
         cluster.wait_routed(1)
         with _Askers(gateway) as askers:
-            for number in (0, 1, 2):
+            for number in range(VERSIONS):
                 if number:
-                    publisher.publish(models[number])
+                    publisher.publish(models[number % len(models)])
                 cluster.wait_serving("on-sglang", f"{RUN}/weight_v{number:06d}", STEP_SECONDS)
-                exact = askers.client.generate(
-                    prompt=PROMPTS[0], sampling_params=GREEDY, exact_version=number, wait=60, timeout=STEP_SECONDS
-                )
-                assert list(exact.output_ids or ()) == truth[number, PROMPTS[0]]
+                exact = askers.ask(PROMPTS[0], exact_version=number)
+                assert _output(exact) == truth[number % len(models), PROMPTS[0]]
+                for prompt, answer in askers.crossing(number):
+                    _, start, _ = answer.spans[-1]
+                    forced = askers.ask((*prompt, *_output(answer)[:start]), exact_version=number, tokens=1)
+                    assert _output(forced) == _output(answer)[start : start + 1], (prompt, answer.spans)
+                    crossings += 1
+                provision.wait_until(partial(askers.answered, number), f"an answer by version {number} alone", timeout=STEP_SECONDS)
         answers = askers.answers
-    assert len(answers) >= 6
+    assert crossings > 0, "no request lived across an activation"
     for prompt, answer in answers:
-        assert answer.spans[-1][2] == len(answer.output_ids or ())
-        first = _first_tokens(answer)
-        assert first == truth[answer.version_start, prompt][: len(first)], (prompt, answer.spans)
-    for number in (0, 1, 2):
-        assert any(True for _ in askers.answered(number)), f"no answer by version {number} alone"
+        version, start, end = answer.spans[0]
+        assert start == 0
+        assert answer.spans[-1][2] == len(_output(answer))
+        assert _output(answer)[:end] == truth[version % len(models), prompt][:end], (prompt, answer.spans)
 
 
 def test_a_stream_says_which_version_began_and_which_ended_it(
-    sglang_server: SglangServer, truth: dict[tuple[int, str], list[int]], tmp_path: Path
+    sglang_server: SglangServer, truth: dict[tuple[int, Prompt], list[int]], tmp_path: Path
 ) -> None:
     with Cluster(tmp_path) as cluster:
         with Publisher.open(
@@ -141,8 +163,8 @@ def test_a_stream_says_which_version_began_and_which_ended_it(
             cluster.wait_serving("on-sglang", str(publisher.head), STEP_SECONDS)
             cluster.wait_routed(1)
         with RolloutClient(gateway, policy=POLICY, run=RUN) as client:
-            stream = client.generate(prompt=PROMPTS[1], sampling_params=GREEDY, stream=True, timeout=STEP_SECONDS)
+            stream = client.generate(input_ids=PROMPTS[1], sampling_params=GREEDY, stream=True, timeout=STEP_SECONDS)
             assert len(list(stream)) > 1
             assert stream.answer is not None
-            assert stream.answer.spans == [(0, 0, GREEDY["max_new_tokens"])]
-            assert list(stream.answer.output_ids or ()) == truth[1, PROMPTS[1]]
+            assert list(stream.answer.spans) == [(0, 0, GREEDY["max_new_tokens"])]
+            assert _output(stream.answer) == truth[1, PROMPTS[1]]

@@ -183,6 +183,15 @@ async def test_a_recreated_log_freezes_the_follower(monkeypatch: pytest.MonkeyPa
             await follower.catch_up()
 
 
+async def test_catching_up_notices_a_truncated_log_at_once() -> None:
+    async with _Rig(MemoryLog()) as rig, _following(rig) as follower:
+        await _append(rig, 0, 1, 2)
+        await follower.catch_up()
+        rig.inner = MemoryLog()
+        with pytest.raises(LogDiverged):
+            await follower.catch_up()
+
+
 async def test_a_truncated_log_freezes_the_follower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "REBUILD_SECONDS", 0.02)
     async with _Rig(MemoryLog()) as rig, _following(rig) as follower:

@@ -4,6 +4,7 @@ is ever answered by weights that it was not told of."""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,8 @@ import pytest
 
 from stitch.core.events import Phase, Transition
 from stitch.engines.reference.model import context_size, contexts_of, encode, init, log_softmax, logits, to_bf16, to_f32
-from tests.replica.world import SMALL, Running, World, check_truth, misbehaving, ref, until
+from tests.replica.world import SMALL, STEP_SECONDS, Running, World, check_truth, misbehaving, ref, until
+from tests.support.provision import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -137,3 +139,43 @@ async def test_a_version_that_failed_here_is_held_back_from_the_next_life(world:
         await second.serves(ref(0))
         assert (await second.generate())[0] == 200
         await second.serves(await trainer.publish())
+
+
+async def test_a_version_that_ends_engines_does_not_take_the_fleet_down(world: World) -> None:
+    names = [f"replica-{n}" for n in range(3)]
+    async with world.trainer() as trainer:
+        replicas = await asyncio.gather(*(world.replica(name, command=misbehaving()) for name in names))
+        for replica in replicas:
+            await replica.serves(ref(0))
+            await replica.misbehave(die="during_load")
+        await until(lambda: all(world.of(name, Transition.ACTIVATED) for name in names), "all told that they serve")
+        poison = await trainer.publish()
+        first = await _first_to_end(replicas)
+        assert first.task.result() == 70
+        left = [replica for replica in replicas if replica is not first]
+        for replica in left:
+            await eventually(partial(_holds, replica), "it holds the version back")
+            assert (await replica.info())["serving"]["number"] == 0
+            assert (await replica.generate())[0] == 200
+            await replica.misbehave(die=None)
+        good = await trainer.publish()
+        for replica in left:
+            await replica.serves(good)
+    assert not any(r.serving == poison for r in world.records)
+
+
+async def _first_to_end(replicas: list[Running]) -> Running:
+    done, _ = await asyncio.wait({r.task for r in replicas}, return_when=asyncio.FIRST_COMPLETED, timeout=STEP_SECONDS)
+    return next(replica for replica in replicas if replica.task in done)
+
+
+async def _holds(replica: Running) -> bool:
+    return "held back" in ((await replica.info())["last_error"] or "")
+
+
+async def test_an_engine_that_cannot_be_started_is_not_held_against_the_version(world: World) -> None:
+    broken = await world.replica(command=("no-such-program", "{model}", "{port}"))
+    async with world.trainer():
+        assert await broken.exit_code() == 70
+        assert [(r.phase, r.target) for r in world.of("replica-0", Transition.LEFT)] == [(Phase.FAILED, None)]
+        await (await world.replica()).serves(ref(0))

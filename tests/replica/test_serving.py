@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ async def test_it_follows_versions_while_requests_run(world: World) -> None:
         await replica.misbehave(slow_ms=5)
         stop = asyncio.Event()
 
-        async def ask() -> list[object]:
+        async def ask() -> list[Any]:
             answered = []
             while not stop.is_set():
                 status, answer = await replica.generate(tokens=120)
@@ -76,6 +77,9 @@ async def test_what_a_constraint_forbids_is_refused(world: World) -> None:
         assert (body["error"]["serving"], body["error"]["tip"]) == (str(ref(1)), str(ref(1)))
         assert (body["type"], body["target_version"], body["applied"]) == ("WeightVersionNotReady", 7, 1)
         assert headers["X-Stitch-Replica"] == "replica-0"
+        status, _, headers = await replica.post("/generate", {"text": "a"}, {"X-Stitch-Max-Lag": "0"})
+        assert (status, headers["X-Stitch-Tip"], headers["X-Stitch-Run"]) == (200, str(ref(1)), "r1")
+        assert list(headers.getall("X-Stitch-Replica")) == ["replica-0"]
 
         for constraint in ({"exact_version": 1}, {"min_version": 1}, {"min_version": str(ref(1))}, {"run": "r1"}):
             status, answer = await replica.generate(weight_version=constraint)

@@ -14,7 +14,7 @@ from tests.replica.world import Running, World, misbehaving, ref
 
 pytestmark = pytest.mark.integration
 
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 150, "ignore_eos": True}},
     "/v1/completions": {"model": "math", "prompt": "hello", "max_tokens": 150, "ignore_eos": True},
     "/v1/chat/completions": {
@@ -41,7 +41,7 @@ async def stream(
                 if len(events) == at:
                     await then()
     assert events[-1] == b"[DONE]"
-    return headers, [json.loads(data) for data in events[:-1]]
+    return headers, [json.loads(data or b"") for data in events[:-1]]
 
 
 @pytest.mark.parametrize("path", FORMS)

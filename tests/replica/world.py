@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from multidict import CIMultiDictProxy
 
 from stitch.core.events import Event, ReplicaState, RunVersion, Transition
 from stitch.core.ids import PolicyId, ReplicaId, RunId, VersionNumber
@@ -174,7 +175,7 @@ class Running:
             raw = await response.read()
             return response.status, json.loads(raw) if raw[:1] in (b"{", b"[") else raw.decode()
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, Any, Mapping[str, str]]:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, Any, CIMultiDictProxy[str]]:
         async with self.world.http.post(self.url + path, json=body, headers=headers) as response:
             return response.status, json.loads(await response.read()), response.headers
 

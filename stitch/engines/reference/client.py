@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from stitch.engines.port import RouteKind
+from stitch.engines.port import PauseMode, RouteKind
 from stitch.engines.sglang import SglangEngine
 
 
@@ -12,6 +12,11 @@ class ReferenceEngineClient(SglangEngine):
     """See the port."""
 
     name: ClassVar[str] = "reference"
+
+    @property
+    def carry_mode(self) -> PauseMode | None:
+        """In place: a token is recorded in the step that computed it."""
+        return PauseMode.IN_PLACE
 
     def tells_versions(self, kind: RouteKind, *, stream: bool) -> bool:
         """All forms do: the last event of every stream carries the spans."""

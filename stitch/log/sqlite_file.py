@@ -92,9 +92,10 @@ def _connect(path: Path, mode: str, busy_s: float) -> sqlite3.Connection:
 
 def _schema_version(connection: sqlite3.Connection, url: str) -> int:
     """0 for an empty database. InvalidRequest for one that is no log, or a log of another age."""
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    # One statement, hence one snapshot: another process may be making the log at this moment.
+    application, version, tables = connection.execute(
+        "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
     if application == 0 and version == 0 and tables == 0:
         return 0
     if application != APPLICATION_ID:

@@ -62,8 +62,9 @@ def main() -> None:
             least = max(0, publisher.next_number - 1 - STALENESS)
             asked = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
             answers = list(threads.map(rollout, asked, [least] * len(asked)))
-            rewards = np.array([reward(p, a.output_ids) for p, a in zip(asked, answers, strict=True)]).reshape(len(PROMPTS), SAMPLES)
-            train(params, [(encode(p), a.output_ids) for p, a in zip(asked, answers, strict=True)], rewards)
+            episodes = [(encode(prompt), answer.output_ids) for prompt, answer in zip(asked, answers, strict=True)]
+            rewards = np.array([reward(prompt, output) for prompt, (_, output) in zip(asked, episodes, strict=True)])
+            train(params, episodes, rewards.reshape(len(PROMPTS), SAMPLES))
             done = publisher.publish(to_bf16(params))
             oldest = min(answer.version_start for answer in answers)
             print(f"step {step}: reward {rewards.mean():.3f}, oldest version used {oldest}, published {done.ref}", flush=True)

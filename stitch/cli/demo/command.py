@@ -22,7 +22,7 @@ SEED: Final = 7
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=3), default=60, show_default=True, help="Versions to publish.")
+@click.option("--steps", type=click.IntRange(min=3), default=100, show_default=True, help="Versions to publish.")
 @click.option("--replicas", type=click.IntRange(min=1), default=2, show_default=True, help="Replicas to begin with.")
 @log_option(required=False)
 @store_option(required=False)

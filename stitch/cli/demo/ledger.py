@@ -28,6 +28,7 @@ class Ledger:
     served: Counter[str] = field(default_factory=Counter)
     replicas: dict[ReplicaId, ReplicaState] = field(default_factory=dict)
     pauses: list[float] = field(default_factory=list)
+    last_pause: dict[ReplicaId, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     answers: int = 0
     wrong: int = 0
@@ -71,6 +72,7 @@ class Ledger:
             self.activations += 1
             if state.pause_ms:
                 self.pauses.append(state.pause_ms)
+                self.last_pause[state.replica] = state.pause_ms
 
     def serving(self, replica: ReplicaId) -> bool:
         """Whether the replica said that it is in rotation."""

@@ -40,7 +40,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 class Adam:
     """The optimizer of Kingma and Ba (2015), ascending, over f32 master weights."""
 
-    def __init__(self, params: Params, *, learning_rate: float = 0.015, beta1: float = 0.9, beta2: float = 0.95) -> None:
+    def __init__(self, params: Params, *, learning_rate: float = 0.005, beta1: float = 0.9, beta2: float = 0.95) -> None:
         self.params: dict[str, Array] = {name: array.copy() for name, array in params.items()}
         self._rate, self._beta1, self._beta2 = learning_rate, beta1, beta2
         self._mean = {name: np.zeros_like(array) for name, array in params.items()}

@@ -37,7 +37,8 @@ def render(ledger: Ledger, gone: Sequence[str], title: str) -> RenderableType:
         Panel(_facts(ledger), title="versions", border_style="cyan"),
     )
     notes = Text("\n".join(ledger.notes[-3:]) or "starting", style="dim")
-    progress = ProgressBar(total=ledger.steps, completed=len(ledger.rewards))
+    progress = Table.grid(expand=True)  # a bar alone does not end its line
+    progress.add_row(ProgressBar(total=ledger.steps, completed=len(ledger.rewards)))
     return Panel(Group(progress, top, _replicas(ledger, gone), notes), title=title)
 
 
@@ -84,6 +85,6 @@ def _replicas(ledger: Ledger, gone: Sequence[str]) -> Table:
             str(state.serving.number) if state.serving else "-",
             str(state.target.number) if state.target else "-",
             str(ledger.served[replica]),
-            f"{state.pause_ms:.1f} ms" if state.pause_ms else "-",
+            f"{ledger.last_pause[replica]:.1f} ms" if replica in ledger.last_pause else "-",
         )
     return table

@@ -105,6 +105,7 @@ def _print_status(report: dict[str, Any]) -> None:
     console = Console()
     if not report["policies"]:
         console.print("Nothing was published yet. `stitch publish DIR` makes the first version.")
+    runs = {row["policy"]: row["run"] for row in report["policies"]}
     for row in report["policies"]:
         console.print(
             f"[bold]{row['policy']}[/]  run {row['run']}  tip {row['tip']}  epoch {row['epoch']}  {row['versions']} versions"
@@ -114,9 +115,16 @@ def _print_status(report: dict[str, Any]) -> None:
     for row in report["replicas"]:
         pause = "" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms"
         phase = f"{row['phase']} (silent)" if row["silent"] and row["phase"] not in ("left", "failed") else row["phase"]
-        cells = (row["replica"], phase, row["serving"], row["lag"], row["target"], row["in_flight"], pause, row["error"])
+        serving, target = (_within(row[name], runs.get(row["policy"])) for name in ("serving", "target"))
+        cells = (row["replica"], phase, serving, row["lag"], target, row["in_flight"], pause, row["error"])
         table.add_row(*("" if cell is None else str(cell) for cell in cells))
-    console.print(table)
+    if report["replicas"]:
+        console.print(table)
+
+
+def _within(version: str | None, run: str | None) -> str | None:
+    """The bare number of a version of the policy's own run, the whole name of another."""
+    return str(int(version.rpartition("_v")[2])) if version and version.startswith(f"{run}/") else version
 
 
 @click.group()
@@ -176,11 +184,20 @@ def _print_row(row: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(row))
         return
     when = datetime.fromtimestamp(row["time_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    told = " ".join(f"{k}={_short(v)}" for k, v in row["event"].items() if v not in (None, "", {}, []) and k not in _QUIET)
+    quiet = _QUIET | _QUIET_OF.get(row["type"], frozenset())
+    told = " ".join(f"{k}={_short(v)}" for k, v in row["event"].items() if v not in (None, "", {}, []) and k not in quiet)
     click.echo(f"{row['offset']:>7}  {when}  {row.get('verdict', ''):<10.10} {row['type']:<18} {told}".rstrip())
 
 
-_QUIET: Final = frozenset({"base", "event_id", "life", "manifest", "anchor_manifest", "expected_head", "weights_digest", "source"})
+_QUIET: Final = frozenset(
+    {"base", "event_id", "life", "manifest", "anchor_manifest", "expected_head", "weights_digest", "source", "generation"}
+)
+_QUIET_OF: Final = {
+    "ReplicaState": frozenset(
+        {"policy", "channel", "pool", "url", "engine", "capacity", "heartbeat_ms", "incarnation", "following"}
+    )
+}
+"""What a person has no use for in each line; --json has all of it."""
 
 
 def _short(value: Any) -> str:

@@ -101,7 +101,8 @@ class Child:
         """SIGTERM, then SIGKILL to the group after `grace` seconds."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                # Not terminate(): it looks whether the process has ended, and takes its exit code from under asyncio.
+                os.kill(self._process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await self._process.wait()

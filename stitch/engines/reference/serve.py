@@ -54,10 +54,11 @@ def run_reference_engine(
     app = reference_app(engine, misbehave_allowed=misbehave_allowed)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family)
+        bound = socket.create_server((host, port), family=family)
     except OSError as error:
         raise Unavailable(f"cannot listen on {host} port {port}: {error}") from error
-    with listener:
+    # The protocol is named, as create_server does not: only then asyncio switches Nagle's delay off.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=bound.detach()) as listener:
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         ready = json.dumps({"url": f"http://{shown}:{listener.getsockname()[1]}", "model": str(model), "label": label})
         config = uvicorn.Config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from stitch.engines.reference.client import ReferenceEngineClient
 from stitch.engines.reference.serve import init_checkpoint
 from tests.support import provision
 from tests.support.engines import EngineCalls, ReferenceProcess, digest_of_files, reference_models, start_reference
+from tests.support.processes import processes_with
 
 pytestmark = pytest.mark.integration
 
@@ -93,12 +94,13 @@ def test_it_ends_with_its_parent(models: Sequence[Path], tmp_path: Path) -> None
         "print(engine.stdout.readline(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    parent = provision.start([sys.executable, "-c", program, models[0]], output=tmp_path / "parent.log", name="parent")
+    mark = f"engine-{os.getpid()}-{tmp_path.name}"
+    command = [sys.executable, "-c", program, models[0]]
+    parent = provision.start(command, output=tmp_path / "parent.log", name="parent", env={"STITCH_TEST_MARK": mark})
     provision.wait_until(lambda: "url" in parent.tail(), "the engine listens", process=parent)
-    port = int(json.loads(parent.tail().splitlines()[0])["url"].rsplit(":", 1)[1])
-    assert provision.port_answers(port)
+    assert len(processes_with(mark)) == 2
     parent.process.kill()  # the parent alone, not its group
-    provision.wait_until(lambda: not provision.port_answers(port), "the engine ends with its parent")
+    provision.wait_until(lambda: processes_with(mark) == [], "the engine ends with its parent")
     parent.kill()
 
 

@@ -104,20 +104,23 @@ async def _serve(
 
 
 async def _until_orphaned(parent_pid: int) -> None:
-    """Returns once that process has ended. A child sees it at once; a stranger only once the process is reaped."""
-    child = os.getppid() == parent_pid
-    while _exists(parent_pid) and (not child or os.getppid() == parent_pid):  # noqa: ASYNC110 - no event tells it
+    """Returns once that process has ended, also where nobody has asked for its exit code yet."""
+    while _lives(parent_pid):  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(PARENT_LOOK_S)
 
 
-def _exists(pid: int) -> bool:
+def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True  # a system without /proc: there an ended process shows only once it was reaped
+    return state not in ("Z", "X")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -127,7 +127,16 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def pause(self) -> None:
+        """Returns once every thread of the process stands still: a signal alone leaves them a moment more."""
         self.send(signal.SIGSTOP)
+        wait_until(self._stopped, f"{self.name} stands still", timeout=STOP_GRACE_S)
+
+    def _stopped(self) -> bool:
+        states = []
+        for task in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                states.append(task.read_text(errors="replace").rpartition(")")[2].split()[0])
+        return all(state in ("T", "t", "Z", "X") for state in states)
 
     def resume(self) -> None:
         self.send(signal.SIGCONT)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
+TOKEN_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ def channel_option() -> Callable[[F], F]:
 def token_option() -> Callable[[F], F]:
     return click.option(
         "--token-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=TOKEN_FILE,
         help="File with the bearer token. [env: STITCH_TOKEN holds the token itself]",
     )
 
@@ -66,14 +68,15 @@ def parent_option() -> Callable[[F], F]:
 
 def read_token(token_file: Path | None) -> str | None:
     """The token of the file, else of STITCH_TOKEN, else None."""
-    import os
+    return read_token_file(token_file) if token_file is not None else os.environ.get("STITCH_TOKEN") or None
 
-    if token_file is not None:
-        token = token_file.read_text(encoding="utf-8").strip()
-        if not token:
-            raise click.BadParameter(f"{token_file} is empty", param_hint="--token-file")
-        return token
-    return os.environ.get("STITCH_TOKEN") or None
+
+def read_token_file(token_file: Path) -> str:
+    """The file's only line."""
+    token = token_file.read_text(encoding="utf-8").strip()
+    if not token:
+        raise click.BadParameter(f"{token_file} is empty", param_hint="token file")
+    return token
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

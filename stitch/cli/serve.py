@@ -12,12 +12,14 @@ from typing import Any
 import click
 
 from stitch.cli.options import (
+    TOKEN_FILE,
     channel_option,
     json_option,
     log_option,
     parent_option,
     policy_option,
     read_token,
+    read_token_file,
     run,
     store_option,
     token_option,
@@ -46,6 +48,10 @@ def _end_with_parent(parent_pid: int | None) -> None:
 @policy_option(required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--pool", metavar="NAME", help="Route to the replicas of this pool only.")
+@click.option(
+    "--deadline", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True, help="Seconds to find room."
+)
 @click.option("--default-max-lag", type=click.IntRange(min=0), help="Bound on staleness of requests that name none.")
 @click.option("--default-wait", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Seconds to wait for a version.")
 @token_option()
@@ -56,6 +62,8 @@ def gateway(
     policy: str | None,
     host: str,
     port: int,
+    pool: str | None,
+    deadline: float,
     default_max_lag: int | None,
     default_wait: float,
     token_file: Path | None,
@@ -66,7 +74,7 @@ def gateway(
 
     The routing table is folded from the log alone: run as many gateways as you like.
     """
-    from stitch.core.ids import policy_id
+    from stitch.core.ids import policy_id, pool_name
     from stitch.gateway.config import GatewayConfig
     from stitch.gateway.serve import run_gateway
 
@@ -76,6 +84,8 @@ def gateway(
         policy=policy_id(policy) if policy else None,
         host=host,
         port=port,
+        pool=pool_name(pool) if pool else None,
+        deadline=deadline,
         default_max_lag=default_max_lag,
         default_wait=default_wait,
         token=read_token(token_file),
@@ -108,6 +118,13 @@ def gateway(
 @click.option("--heartbeat", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True, help="Seconds.")
 @click.option("--reconcile", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True, help="Seconds.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=1800.0, show_default=True, help="Seconds, on SIGTERM.")
+@click.option(
+    "--drain-limit", type=click.FloatRange(min=0, min_open=True), default=45.0, show_default=True, help="Seconds, per swap."
+)
+@click.option(
+    "--swap-limit", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds, gate closed."
+)
+@click.option("--control-token-file", type=TOKEN_FILE, help="For /wake and /drain (default: the token of the rest).")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE")
 @token_option()
 @json_option()
@@ -152,10 +169,13 @@ def _replica_config(given: dict[str, Any]) -> Any:
         kv_scope=KvScope(given["kv_scope"]),
         audit=AuditMode(given["audit"]),
         token=read_token(given["token_file"]),
+        control_token=read_token_file(given["control_token_file"]) if given["control_token_file"] else None,
         labels=dict(_label(text) for text in given["labels"]),
         heartbeat_seconds=given["heartbeat"],
         reconcile_seconds=given["reconcile"],
         drain_timeout=given["drain_timeout"],
+        drain_seconds=given["drain_limit"],
+        swap_seconds=given["swap_limit"],
     )
 
 

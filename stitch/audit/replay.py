@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace as changed
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from stitch.core.errors import InvalidRequest
-from stitch.core.events import Event
+from stitch.core.fleet import Fleet
 from stitch.core.ids import Offset
-from stitch.core.lineage import Position
+from stitch.core.lineage import Lineage, Position
 from stitch.core.replay import View
 from stitch.log.events import read
+from stitch.log.follow import Fold
 from stitch.log.opening import open_log
 from stitch.log.port import EventLog, Stream
 from stitch.log.read import pages
@@ -23,7 +22,7 @@ from stitch.log.views import fold_fleet, fold_lineage
 from stitch.wire.codec import Skipped
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-Fold = Callable[[View, Event, Position], View]
+S = TypeVar("S")
 
 
 def replay(log: str | EventLog, until: int | datetime | None = None) -> View:
@@ -51,35 +50,27 @@ async def view_at(log: EventLog, until: int | datetime | None = None) -> View:
     """As `replay`, within an event loop."""
     offset = None if until is None or isinstance(until, datetime) else Offset(until)
     time_ms = (until - _EPOCH) // timedelta(milliseconds=1) if isinstance(until, datetime) else None
-    view, newest_ms = await _fold(log, Stream.PUBLICATIONS, View(), _take_publication, offset=offset, time_ms=time_ms)
+    lineage, newest_ms = await _fold(log, Stream.PUBLICATIONS, Lineage(), fold_lineage, offset=offset, time_ms=time_ms)
     if until is not None and time_ms is None:
         # The streams have no common order but the log's clock.
         time_ms = newest_ms
-    view, _ = await _fold(log, Stream.ACTIVATIONS, view, _take_activation, time_ms=time_ms)
-    return view
+    fleet, _ = await _fold(log, Stream.ACTIVATIONS, Fleet(), fold_fleet, time_ms=time_ms)
+    return View(lineage=lineage, fleet=fleet)
 
 
 async def _fold(
-    log: EventLog, stream: Stream, view: View, take: Fold, *, offset: Offset | None = None, time_ms: int | None = None
-) -> tuple[View, int]:
-    """The view after the stream's records up to both bounds, which are included, and the time of the last one (-1: none)."""
+    log: EventLog, stream: Stream, state: S, fold: Fold[S], *, offset: Offset | None = None, time_ms: int | None = None
+) -> tuple[S, int]:
+    """The state after the stream's records up to both bounds, which are included, and the time of the last one (-1: none)."""
     last_ms = -1
     end = None if offset is None else Offset(min(offset + 1, (await log.bounds(stream)).end))
     async with aclosing(pages(log, stream, until=end)) as found:
         async for page in found:
             for record in page:
                 if time_ms is not None and record.time_ms > time_ms:
-                    return view, last_ms
+                    return state, last_ms
                 event = read(record)
                 if not isinstance(event, Skipped):
-                    view = take(view, event, Position(offset=record.offset, time_ms=record.time_ms))
+                    state = fold(state, event, Position(offset=record.offset, time_ms=record.time_ms))
                 last_ms = record.time_ms
-    return view, last_ms
-
-
-def _take_publication(view: View, event: Event, at: Position) -> View:
-    return changed(view, lineage=fold_lineage(view.lineage, event, at))
-
-
-def _take_activation(view: View, event: Event, at: Position) -> View:
-    return changed(view, fleet=fold_fleet(view.fleet, event, at))
+    return state, last_ms

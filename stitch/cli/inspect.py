@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -17,15 +18,16 @@ from stitch.cli.options import json_option, log_option, policy_option, run
 from stitch.core import lineage as lineage_fold
 from stitch.core.admission import lag
 from stitch.core.errors import UnreadableEvent
-from stitch.core.events import Decision, ReplicaState
+from stitch.core.events import Decision, Event, ReplicaState
 from stitch.core.fleet import Fleet
+from stitch.core.ids import Offset
 from stitch.core.lineage import Lineage, PolicyLineage, Position
 from stitch.core.replay import plain
 from stitch.log.events import read
 from stitch.log.follow import Follower
 from stitch.log.opening import open_log
 from stitch.log.port import EventLog, Record, Stream
-from stitch.log.read import read_all
+from stitch.log.read import last_records, pages
 from stitch.log.views import fleet_follower, lineage_follower
 from stitch.wire.codec import Skipped
 
@@ -145,38 +147,66 @@ def tail(log_url: str, stream: str, follow: bool, count: int, as_json: bool) -> 
 
 async def _tail(log_url: str, stream: Stream, follow: bool, count: int, as_json: bool) -> None:
     async with open_log(log_url) as log:
-        lineage = Lineage()
-        rows: list[dict[str, Any]] = []
-        records = await read_all(log, stream)
-        for record in records:
-            lineage, row = _row(lineage, record)
-            rows.append(row)
-        for row in rows[len(rows) - min(count, len(rows)) :]:
+        end = (await log.bounds(stream)).end
+        told = _Told()
+        for row in await _newest(log, stream, count, end, told):
             _print_row(row, as_json)
         if not follow:
             return
-        start = records[-1].offset + 1 if records else (await log.bounds(stream)).end
-        async with await log.reader(stream, start) as reader:  # type: ignore[arg-type]
+        async with await log.reader(stream, end) as reader:
             while True:
                 for record in await reader.poll(TAIL_POLL_SECONDS):
-                    lineage, row = _row(lineage, record)
-                    _print_row(row, as_json)
+                    _print_row(told.row(record), as_json)
 
 
-def _row(lineage: Lineage, record: Record) -> tuple[Lineage, dict[str, Any]]:
-    row: dict[str, Any] = {"offset": record.offset, "time_ms": record.time_ms, "key": record.key}
-    try:
-        event = read(record)
-    except UnreadableEvent as error:
-        return lineage, {**row, "type": "unreadable", "event": {"error": str(error)}}
-    if isinstance(event, Skipped):
-        return lineage, {**row, "type": event.type, "event": {"skipped": event.reason}}
-    row = {**row, "type": type(event).__name__, "event": plain(event)}
-    if record.stream is Stream.PUBLICATIONS and isinstance(event, Decision):
+_Event = Event | Skipped | UnreadableEvent
+_Judged = tuple[Record, _Event, str | None]
+
+
+async def _newest(log: EventLog, stream: Stream, count: int, end: Offset, told: _Told) -> list[dict[str, Any]]:
+    if stream is not Stream.PUBLICATIONS:
+        return [told.row(record) for record in await last_records(log, stream, count, until=end)]
+    # What became of a decision follows from all before it.
+    newest: deque[_Judged] = deque(maxlen=count)
+    async with aclosing(pages(log, stream, until=end)) as found:
+        async for page in found:
+            newest.extend((record, *told.take(record)) for record in page)
+    return [_row(*each) for each in newest]
+
+
+class _Told:
+    """Rows of records, with the lineage so far, from which verdicts follow; None once a decision could not be read."""
+
+    def __init__(self) -> None:
+        self._lineage: Lineage | None = Lineage()
+
+    def row(self, record: Record) -> dict[str, Any]:
+        return _row(record, *self.take(record))
+
+    def take(self, record: Record) -> tuple[_Event, str | None]:
+        """What the record holds, and what became of it where that can be told."""
+        try:
+            event = read(record)
+        except UnreadableEvent as error:
+            self._lineage = None
+            return error, None
+        if self._lineage is None or record.stream is not Stream.PUBLICATIONS or not isinstance(event, Decision):
+            return event, None
         at = Position(offset=record.offset, time_ms=record.time_ms)
-        lineage, verdict = lineage_fold.apply(lineage, event, at)
-        row["verdict"] = verdict.value
-    return lineage, row
+        self._lineage, verdict = lineage_fold.apply(self._lineage, event, at)
+        return event, verdict.value
+
+
+def _row(record: Record, event: _Event, verdict: str | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"offset": record.offset, "time_ms": record.time_ms, "key": record.key}
+    match event:
+        case UnreadableEvent():
+            return {**row, "type": "unreadable", "event": {"error": str(event)}}
+        case Skipped():
+            return {**row, "type": event.type, "event": {"skipped": event.reason}}
+        case _:
+            row = {**row, "type": type(event).__name__, "event": plain(event)}
+            return row if verdict is None else {**row, "verdict": verdict}
 
 
 def _print_row(row: dict[str, Any], as_json: bool) -> None:

@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "publish": ("stitch.cli.publish", "publish", "Publish a checkpoint directory as a version."),
     "status": ("stitch.cli.inspect", "status", "Show policies, channels and replicas."),
     "log": ("stitch.cli.inspect", "log", "Look into the log."),
+    "doctor": ("stitch.cli.doctor", "doctor", "Check log and store, and say how to mend what is wrong."),
     "topics": ("stitch.cli.inspect", "topics", "Make the log's streams, or check them."),
 }
 INTERRUPTED: Final = 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from stitch.core.ids import (
     ChannelName,
@@ -125,6 +126,10 @@ class VersionRetired:
     version: RunVersion
     event_id: EventId
     writer: WriterId
+
+
+FORMAT_LEVEL: Final = 1
+"""The greatest format level that this release knows: its schemas and its rules of the fold (docs/adr/0005-format-levels.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,30 @@ class Pages:
                 lambda: metrics.counted((m.state.policy, m.state.phase.value) for m in table.members()).items(),
                 ("policy", "phase"),
             ),
+            *self._stream_gauges(),
+        )
+
+    def _stream_gauges(self) -> Iterable[Gauge]:
+        streams = (self.lineage, self.table.fleet)
+        return (
+            Gauge(
+                "stitch_gateway_log_lag",
+                "Offsets between the end of a stream and what was folded of it.",
+                lambda: [((f.stream.value,), f.lag) for f in streams if f.lag is not None],
+                ("stream",),
+            ),
+            Gauge(
+                "stitch_gateway_log_age_seconds",
+                "Since the log last answered for a stream.",
+                lambda: [((f.stream.value,), f.age) for f in streams if f.age is not None],
+                ("stream",),
+            ),
+            Gauge(
+                "stitch_gateway_events_skipped",
+                "Optional events that this release cannot read, since the start.",
+                lambda: [((f.stream.value, type_), count) for f in streams for type_, count in f.skipped.items()],
+                ("stream", "type"),
+            ),
         )
 
 
@@ -221,6 +245,8 @@ def _stream(follower: Follower[Any]) -> Json:
         "caught_up": follower.caught_up,
         "frozen": follower.frozen is not None,
         "position": follower.position,
+        "lag": follower.lag,
+        "skipped": dict(follower.skipped),
         "error": str(error) if error else None,
     }
 

@@ -66,7 +66,6 @@ class ReplicaTable:
         self.in_flight: dict[ReplicaId, int] = {}
         """Requests that this gateway has under way, by replica."""
         self._pool, self._clock = pool, clock
-        self._complete = False
         self._lease_clock = 0.0
         self._swept = 0.0
         self._heard: dict[ReplicaId, float] = {}
@@ -118,8 +117,7 @@ class ReplicaTable:
     @property
     def complete(self) -> bool:
         """Whether both streams were read to their end once. Before that nothing can be judged; a later gap makes it stale only."""
-        self._complete = self._complete or (self.fleet.healthy and self.lineage.healthy)
-        return self._complete
+        return self.fleet.complete and self.lineage.complete
 
     @property
     def stale(self) -> bool:

@@ -19,7 +19,7 @@ from stitch.core.events import Event
 from stitch.core.ids import Offset
 from stitch.core.lineage import Position
 from stitch.log.events import read
-from stitch.log.port import EventLog, Record, Stream
+from stitch.log.port import Bounds, EventLog, Record, Stream
 from stitch.wire.codec import Skipped
 
 POLL_SECONDS: Final = 1.0
@@ -30,6 +30,8 @@ BACKOFF_SECONDS: Final = (0.1, 5.0)
 """First and longest pause after a reader failed."""
 CATCH_UP_SECONDS: Final = 60.0
 """Default bound on reading to the end."""
+WAY_OUT: Final = "Restore it, or begin a new namespace"
+"""For whoever is told that a log is not what it was."""
 
 _THINNED: Final = frozenset({Stream.POINTERS, Stream.ACTIVATIONS, Stream.ROLLOUTS})
 """Streams that lose records by design. Only in the others is a missing record a proof of damage."""
@@ -70,10 +72,13 @@ class Follower(Generic[S]):
         """What the last poll failed with, until one succeeds."""
         self.caught_up = False
         """Whether the end of the log was reached since the last fault."""
+        self.complete = False
+        """Whether it was ever reached: since then the state may be old, but lacks no history."""
         self.polled_at = 0.0
         """Monotonic time of the last poll that the log answered."""
         self._fold, self._start = fold, start
         self._position: Offset | None = None
+        self._end: Offset | None = None
         self._mark: Mark | None = None
         self._changed = asyncio.Condition()
 
@@ -81,6 +86,17 @@ class Follower(Generic[S]):
     def position(self) -> Offset | None:
         """The offset up to which the state is folded; None before the first poll."""
         return self._position
+
+    @property
+    def lag(self) -> int | None:
+        """Offsets between the state and the end of the log as it was last told, at least the records that are missing; None before
+        the first answer. Stays what it was while the log is away: see `age`."""
+        return None if self._end is None or self._position is None else max(0, self._end - self._position)
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the log answered last; None before the first answer."""
+        return time.monotonic() - self.polled_at if self.polled_at else None
 
     @property
     def healthy(self) -> bool:
@@ -94,7 +110,10 @@ class Follower(Generic[S]):
             try:
                 await self._follow_one_reader()
                 pause = BACKOFF_SECONDS[0]
-            except (LogDiverged, UnreadableEvent) as error:
+            except LogDiverged as error:
+                told = str(error)
+                await self._set(frozen=error if WAY_OUT in told else LogDiverged(f"{told}. {WAY_OUT}"))
+            except UnreadableEvent as error:
                 await self._set(frozen=error)
             except Unavailable as error:
                 self.caught_up = False
@@ -136,15 +155,24 @@ class Follower(Generic[S]):
         end = (await self.log.bounds(self.stream)).end
         async with await self.log.reader(self.stream, start) as reader:
             if self._mark is not None and start == self._mark.offset:
-                await self._check_mark(await reader.poll(POLL_SECONDS, 1), self._mark)
+                await self._meet_mark(await reader.poll(POLL_SECONDS, 1), self._mark)
+            self._end = end
             while time.monotonic() < until:
                 at_end = reader.position >= end
                 if at_end != self.caught_up or self._position != reader.position or self.error is not None:
                     self.caught_up = at_end
+                    self.complete = self.complete or at_end
                     await self._set(position=reader.position)
-                for record in await reader.poll(POLL_SECONDS):
+                try:
+                    records = await reader.poll(POLL_SECONDS)
+                except LogDiverged:
+                    if self.stream in _THINNED and (await self.log.bounds(self.stream)).start > reader.position:
+                        return  # records expired before they were read; the next reader goes on with those that are left
+                    raise
+                for record in records:
                     self._take(record)
-                self.polled_at = time.monotonic()
+                self.polled_at = reader.answered_at or time.monotonic()
+                self._end = max(self._end, reader.end or reader.position)
 
     async def _first_offset(self) -> Offset:
         if self._mark is not None and self.stream not in _THINNED:
@@ -154,7 +182,7 @@ class Follower(Generic[S]):
             bounds = await self.log.bounds(self.stream)
             if bounds.end < self._position:
                 raise self._diverged(bounds.end)
-            return max(self._position, bounds.start)
+            return max(self._position if self._mark is None else self._mark.offset, bounds.start)
         if self._start is not None:
             return await self._start(self.log)
         return (await self.log.bounds(self.stream)).start
@@ -162,21 +190,36 @@ class Follower(Generic[S]):
     def _diverged(self, end: Offset) -> LogDiverged:
         return LogDiverged(
             f"{self.stream}: the log ends at {end}, before {self._position}, up to which it was read: it was truncated or "
-            f"recreated. Restore it, or begin a new namespace"
+            f"recreated. {WAY_OUT}"
         )
 
-    async def _check_mark(self, found: Sequence[Record], mark: Mark) -> None:
+    async def _meet_mark(self, found: Sequence[Record], mark: Mark) -> None:
+        """What a resumed reader finds first must be the record that was read last; in a thinned stream that one may be gone, but no
+        other can ever be in its place."""
         first = found[0] if found else None
-        if first is None or first.offset != mark.offset or _event_id(first) != mark.event_id:
-            bounds = await self.log.bounds(self.stream)
-            if first is None and bounds.end > mark.offset:
-                raise Unavailable(f"{self.stream}: record {mark.offset} was not read again in time")
-            raise LogDiverged(
-                f"{self.stream}: record {mark.offset} is no longer the one that was read before (the log now holds "
-                f"{bounds.start} to {bounds.end}): it was truncated or recreated. Restore it, or begin a new namespace"
-            )
+        if self.stream in _THINNED or (first is not None and first.offset == mark.offset):
+            if first is not None:
+                await self._take_or_diverge(first, mark)
+            return
+        bounds = await self.log.bounds(self.stream)
+        if first is None and bounds.end > mark.offset:
+            raise Unavailable(f"{self.stream}: record {mark.offset} was not read again in time")
+        raise self._replaced(mark, bounds)
+
+    async def _take_or_diverge(self, record: Record, mark: Mark) -> None:
+        if record.offset == mark.offset and _event_id(record) != mark.event_id:
+            raise self._replaced(mark, await self.log.bounds(self.stream))
+        self._take(record)
+
+    def _replaced(self, mark: Mark, bounds: Bounds) -> LogDiverged:
+        return LogDiverged(
+            f"{self.stream}: record {mark.offset} is no longer the one that was read before (the log now holds "
+            f"{bounds.start} to {bounds.end}): it was truncated or recreated. {WAY_OUT}"
+        )
 
     def _take(self, record: Record) -> None:
+        if self._mark is not None and record.offset <= self._mark.offset:
+            return  # read again, since the reader was replaced
         event = read(record)
         at = Position(offset=record.offset, time_ms=record.time_ms)
         if isinstance(event, Skipped):

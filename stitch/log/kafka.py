@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final, Self, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -19,10 +20,11 @@ from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeEr
 from stitch.core.errors import InvalidRequest, LogDiverged, Unavailable
 from stitch.core.ids import Offset
 from stitch.log.kafka_append import REFUSALS, Appender, describe
+from stitch.log.kafka_identity import topic_id
 from stitch.log.kafka_settings import KafkaSettings, parse_kafka_url
 from stitch.log.kafka_topics import set_up
 from stitch.log.keeping import APPEND_TIMEOUT_S, READ_TIMEOUT_S, check_draft
-from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Bounds, Draft, EventLog, Headers, Reader, Record, Stream
 from stitch.log.read import last_record
 
 FETCH_WAIT_MS: Final = 500
@@ -121,16 +123,16 @@ class KafkaLog(EventLog):
                 return await question(consumer)
         except TimeoutError:
             self._asker.discard()
-            raise Unavailable(f"{self.url}: no answer within {READ_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"{self.url}: no answer within {READ_TIMEOUT_S:g} s{self._settings.hint}") from None
         except KafkaError as error:
             self._asker.discard()
-            raise as_ours(self.url, error) from error
+            raise as_ours(self._settings, error) from error
 
 
-def as_ours(url: str, error: KafkaError | ConsumerStoppedError) -> InvalidRequest | Unavailable:
+def as_ours(settings: KafkaSettings, error: KafkaError | ConsumerStoppedError) -> InvalidRequest | Unavailable:
     if isinstance(error, REFUSALS):
-        return InvalidRequest(f"log: {url} refused: {describe(error)}", field="log")
-    return Unavailable(f"{url}: {describe(error)}")
+        return InvalidRequest(f"log: {settings.url} refused: {describe(error)}", field="log")
+    return Unavailable(f"{settings.url}: {describe(error)}{settings.hint}")
 
 
 class _Consumer:
@@ -209,10 +211,20 @@ class _KafkaReader(Reader):
         self._answered_at = 0.0
         """Monotonic time at which the broker was last known to answer."""
         self._answer_stamp: int | None = None
+        self._end: int | None = None
+        self._topic_id: bytes | None = None
 
     @property
     def position(self) -> Offset:
         return Offset(self._position)
+
+    @property
+    def end(self) -> Offset | None:
+        return None if self._end is None else Offset(self._end)
+
+    @property
+    def answered_at(self) -> float:
+        return self._answered_at
 
     async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
         if self._polling:
@@ -226,7 +238,7 @@ class _KafkaReader(Reader):
             raise LogDiverged(f"{self._log.url}: offset {self._position} of {self._stream} is not in the log") from None
         except (KafkaError, ConsumerStoppedError) as error:
             self._consumer.discard()
-            raise as_ours(self._log.url, error) from error
+            raise as_ours(self._log._settings, error) from error
         self._polling = False
         return records
 
@@ -235,10 +247,14 @@ class _KafkaReader(Reader):
         try:
             async with asyncio.timeout(timeout):
                 consumer, fresh = await self._consumer.started(self._partition, self._position)
+                if fresh:
+                    await self._check_topic(consumer)
         except TimeoutError:
-            raise Unavailable(f"{self._log.url}: not reached within {timeout:g} s") from None
+            self._consumer.discard()
+            raise Unavailable(f"{self._log.url}: not reached within {timeout:g} s{self._log._settings.hint}") from None
         except KafkaError as error:
-            raise as_ours(self._log.url, error) from error
+            self._consumer.discard()
+            raise as_ours(self._log._settings, error) from error
         if fresh:
             self._answered_at = time.monotonic()
             self._answer_stamp = None
@@ -253,11 +269,23 @@ class _KafkaReader(Reader):
             wait_s = min(SLICE_S, max(0.0, deadline - time.monotonic()))
             found = await consumer.getmany(self._partition, timeout_ms=int(wait_s * 1000), max_records=max_records)
             # Beyond the last record, where control batches or compacted entries follow it.
-            self._position = await consumer.position(self._partition)
+            position = await consumer.position(self._partition)
             records = [_record(self._stream, each) for each in found.get(self._partition, ())]
             self._check_answers(consumer, bool(records))
+            if position != self._position:
+                await self._check_topic(consumer)
+            self._position, self._end = position, consumer.highwater(self._partition)
             if records or time.monotonic() >= deadline:
                 return records
+
+    async def _check_topic(self, consumer: Any) -> None:
+        """LogDiverged where the name stands for another topic than when the reader was opened."""
+        found = await topic_id(consumer._client, self._partition)
+        if self._topic_id is None:
+            self._topic_id = found
+        elif found is not None and found != self._topic_id:
+            self._consumer.discard()
+            raise LogDiverged(f"{self._log.url}: the topic of {self._stream} was deleted and made again while it was read")
 
     def _check_answers(self, consumer: Any, found: bool) -> None:
         """Unavailable where brokers stopped answering; aiokafka would go on trying without a word."""
@@ -284,5 +312,14 @@ def _record(stream: Stream, found: Any) -> Record:
         time_ms=found.timestamp,
         key=(found.key or b"").decode(errors="replace"),  # a stranger's key; Stitch's own are text
         value=found.value or b"",
-        headers=tuple((name, value or b"") for name, value in found.headers),
+        headers=found.headers
+        if all(map(_has_value, found.headers))
+        else _filled(found.headers),  # mostly as they came: it is quicker
     )
+
+
+_has_value: Final = itemgetter(1)
+
+
+def _filled(headers: Sequence[tuple[str, bytes | None]]) -> Headers:
+    return tuple((name, value or b"") for name, value in headers)

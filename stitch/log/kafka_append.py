@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
     AuthenticationFailedError,
     AuthenticationMethodNotSupported,
@@ -78,7 +79,7 @@ class Appender:
 
     async def append(self, topic: str, draft: Draft, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        producer, sent = await self._hand_over(topic, draft, deadline, timeout)
+        producer, sent, tries = await self._hand_over(topic, draft, deadline, timeout)
         # Nobody else may look at it, and an unread exception would be logged as lost.
         sent.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([sent], timeout=deadline - asyncio.get_running_loop().time())
@@ -86,8 +87,9 @@ class Appender:
             self._discard(producer)
             raise OutcomeUnknown(f"{self._settings.url}: the append was not confirmed within {timeout:g} s")
         error = sent.exception()
-        if isinstance(error, REFUSALS):
+        if isinstance(error, REFUSALS) and tries() <= 1:
             raise InvalidRequest(f"{self._settings.url}: refused: {describe(error)}", field="record") from error
+        # A refusal of a later try says nothing of the tries before, whose answers were lost.
         if error is not None:
             self._discard(producer)
             raise OutcomeUnknown(f"{self._settings.url}: {describe(error)}") from error
@@ -100,8 +102,10 @@ class Appender:
         if self._discarded:
             await asyncio.wait(self._discarded)
 
-    async def _hand_over(self, topic: str, draft: Draft, deadline: float, timeout: float) -> tuple[Any, asyncio.Future[Any]]:
-        """The producer that took the record, and its future; where this raises, none took it."""
+    async def _hand_over(
+        self, topic: str, draft: Draft, deadline: float, timeout: float
+    ) -> tuple[Any, asyncio.Future[Any], Callable[[], int]]:
+        """The producer that took the record, its future, and how often it was sent; where this raises, none took it."""
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -113,10 +117,11 @@ class Appender:
                     except ProducerClosed:
                         self._discard(producer)  # another append did, meanwhile
                     else:
-                        return producer, sent
+                        return producer, sent, _tries(producer, topic)
         except TimeoutError:
             hint = "" if self._producer is None or topic in self._producer.client.cluster.topics() else self._no_topic(topic)
             self._discard(self._producer)
+            hint = hint or self._settings.hint
             raise Unavailable(f"{self._settings.url}: not reached within {timeout:g} s; nothing was appended{hint}") from None
         except UnknownTopicOrPartitionError:
             raise Unavailable(f"{self._settings.url}: nothing was appended{self._no_topic(topic)}") from None
@@ -124,7 +129,7 @@ class Appender:
             raise InvalidRequest(f"{self._settings.url}: refused: {describe(error)}", field="record") from error
         except KafkaError as error:
             self._discard(self._producer)
-            raise Unavailable(f"{self._settings.url}: {describe(error)}; nothing was appended") from error
+            raise Unavailable(f"{self._settings.url}: {describe(error)}; nothing was appended{self._settings.hint}") from error
 
     def _no_topic(self, topic: str) -> str:
         return f"; there seems to be no topic {topic}, which is made with: stitch topics create --log {self._settings.url}"
@@ -159,6 +164,13 @@ class Appender:
         task = asyncio.get_running_loop().create_task(_stop(producer), name="stop a producer of Kafka")
         self._discarded.add(task)
         task.add_done_callback(self._discarded.discard)
+
+
+def _tries(producer: Any, topic: str) -> Callable[[], int]:
+    """How often the batch was sent that the last record of the topic is in. To be called right after the record was handed over."""
+    batches = producer._message_accumulator._batches.get(TopicPartition(topic, 0))
+    batch = batches[-1] if batches else None
+    return lambda: 2 if batch is None else batch.retry_count  # not found: as if it had been sent before
 
 
 async def _stop(producer: Any) -> None:

@@ -1,9 +1,23 @@
-"""What a `kafka://` URL says."""
+"""What a `kafka://` URL says, and the environment beside it: secrets are better kept out of URLs, which end up in logs and
+process lists.
+
+    kafka://a:9093,b:9093/namespace?security_protocol=SASL_SSL&ssl_cafile=/etc/kafka/ca.pem
+
+with STITCH_KAFKA_USERNAME and STITCH_KAFKA_PASSWORD in the environment. Options:
+
+- `security_protocol`: PLAINTEXT (default), SSL, SASL_PLAINTEXT or SASL_SSL.
+- `ssl_cafile`: the authority that signed the brokers' certificates (default: the system's). `ssl_certfile`, `ssl_keyfile`: this
+  client's own certificate, where brokers ask for one. The name in a broker's certificate must be the one it is reached by.
+- `sasl_mechanism`: PLAIN (default), SCRAM-SHA-256 or SCRAM-SHA-512; `sasl_plain_username`, `sasl_plain_password`: before what the
+  environment says.
+- `replication`: of topics that are made.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
@@ -20,6 +34,11 @@ _SECURITY: Final = frozenset({"security_protocol", "sasl_mechanism", "sasl_plain
 _TLS_FILES: Final = {"ssl_cafile": "cafile", "ssl_certfile": "certfile", "ssl_keyfile": "keyfile"}
 _OPTIONS: Final = sorted({*_SECURITY, *_TLS_FILES, "replication"})
 _PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+_FROM_ENVIRONMENT: Final = {
+    "sasl_plain_username": "STITCH_KAFKA_USERNAME",
+    "sasl_plain_password": "STITCH_KAFKA_PASSWORD",  # the variable's name
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +50,8 @@ class KafkaSettings:
     namespace: str = DEFAULT_NAMESPACE
     replication: int | None = None
     """Replicas of topics to be made; None: three where there are three brokers, else one."""
-    security: Mapping[str, str] | None = None
-    """The options of security, as the URL gives them."""
+    security: Mapping[str, str] | None = field(default=None, repr=False)
+    """The options of security, as URL and environment give them. May hold a password."""
 
     @property
     def url(self) -> str:
@@ -41,6 +60,14 @@ class KafkaSettings:
 
     def topic(self, stream: Stream) -> str:
         return f"{self.namespace}.{stream.value}"
+
+    @property
+    def hint(self) -> str:
+        """What else may be wrong where no broker can be reached: a refused certificate or password looks the same."""
+        protocol = (self.security or {}).get("security_protocol", "PLAINTEXT")
+        if protocol == "PLAINTEXT":
+            return ""
+        return f" (with {protocol}, an untrusted certificate or a wrong user or password looks like this too)"
 
     def client_options(self) -> dict[str, Any]:
         """Arguments that every aiokafka client takes. Reads the files of certificates that the URL names."""
@@ -87,6 +114,17 @@ def _options(query: str) -> dict[str, str]:
         options[name] = value
     if options.get("security_protocol", "PLAINTEXT") not in _PROTOCOLS:
         raise InvalidRequest(f"log: security_protocol is one of {', '.join(_PROTOCOLS)}", field="log")
+    return _with_credentials(options) if options.get("security_protocol", "").startswith("SASL_") else options
+
+
+def _with_credentials(options: dict[str, str]) -> dict[str, str]:
+    if options.setdefault("sasl_mechanism", "PLAIN") not in _MECHANISMS:
+        raise InvalidRequest(f"log: sasl_mechanism is one of {', '.join(_MECHANISMS)}", field="log")
+    for name, variable in _FROM_ENVIRONMENT.items():
+        value = options.get(name) or os.environ.get(variable)
+        if not value:
+            raise InvalidRequest(f"log: SASL needs {name}; set {variable} in the environment", field="log")
+        options[name] = value
     return options
 
 

@@ -71,11 +71,11 @@ async def set_up(settings: KafkaSettings, *, create: bool) -> None:
                 topics = await _described_all(admin, settings)
             _check(settings, topics)
     except TimeoutError:
-        raise Unavailable(f"{settings.url}: no answer within {SETUP_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"{settings.url}: no answer within {SETUP_TIMEOUT_S:g} s{settings.hint}") from None
     except REFUSALS as error:
         raise InvalidRequest(f"log: {settings.url} refused: {describe(error)}", field="log") from error
     except KafkaError as error:
-        raise Unavailable(f"{settings.url}: {describe(error)}") from error
+        raise Unavailable(f"{settings.url}: {describe(error)}{settings.hint}") from error
 
 
 @asynccontextmanager

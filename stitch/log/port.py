@@ -76,6 +76,16 @@ class Reader(ABC):
         """The offset from which the next poll reads. Reaches `Bounds.end` once all before it was read, also where the
         stream ends in entries that are no records."""
 
+    @property
+    def end(self) -> Offset | None:
+        """The end of the stream as the log's last answer told it, for measuring lag; None where answers do not tell."""
+        return None
+
+    @property
+    def answered_at(self) -> float | None:
+        """Monotonic time at which the log answered last; None where a poll returns only with an answer."""
+        return None
+
     @abstractmethod
     async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
         """Records from `position` on, as soon as there is one; empty after `timeout` seconds without any.

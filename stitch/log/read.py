@@ -77,14 +77,22 @@ async def latest_by_key(log: EventLog, stream: Stream, *, timeout: float = READ_
 
 
 async def last_record(log: EventLog, stream: Stream) -> Record | None:
-    """The newest record, for logs that can only read forwards: steps back from the end, twice as far each time."""
+    """The newest record, for logs that can only read forwards."""
+    found = await last_records(log, stream, 1)
+    return found[0] if found else None
+
+
+async def last_records(log: EventLog, stream: Stream, count: int, *, until: Offset | None = None) -> list[Record]:
+    """The `count` newest records before `until` (default: the end at this moment), oldest first; fewer where there are fewer.
+
+    Steps back from the end, twice as far each time, since offsets may have gaps: it reads little, however long the stream is.
+    """
     bounds = await log.bounds(stream)
-    step = 1
-    start = bounds.end
-    while start > bounds.start:
-        start = Offset(max(bounds.start, bounds.end - step))
-        found = await read_all(log, stream, start=start, until=bounds.end)
-        if found:
-            return found[-1]
+    until = bounds.end if until is None else until
+    step, start = max(count, 1), until
+    found: list[Record] = []
+    while start > bounds.start and len(found) < count:
+        start = Offset(max(bounds.start, until - step))
+        found = await read_all(log, stream, start=start, until=until)
         step *= 2
-    return None
+    return found[max(0, len(found) - count) :]

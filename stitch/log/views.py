@@ -124,6 +124,6 @@ async def write_pointers(
     for policy, channel in stale_channels(now, dict(last)):
         derived = pointer(now.policy(policy), channel, event_id=new_event_id(), generation=GENERATION)
         if derived is not None and is_behind(last.get(pointer_key(policy, channel)), derived):
-            await append(log, derived, source=source)
+            await append(log, derived, source=source, level=now.level)
             written += 1
     return written

@@ -17,8 +17,8 @@ from typing import Final
 
 from stitch.core.errors import OutcomeUnknown, StitchError, Unavailable
 from stitch.core.events import Event, Phase, ReplicaState, RunVersion, Transition
-from stitch.core.fleet import Fleet
-from stitch.core.ids import Digest, Incarnation, Offset, Sequence
+from stitch.core.fleet import LEASE_PERIODS, Fleet
+from stitch.core.ids import Digest, Incarnation, Offset, ReplicaId, Sequence
 from stitch.core.lineage import Position
 from stitch.log.events import append
 from stitch.log.follow import Follower
@@ -36,6 +36,9 @@ QUEUE: Final = 64
 """Transitions that may wait while the log is slow; beyond it the oldest go, as later records hold all that they said."""
 SILENT_SECONDS: Final = 5.0
 """A log that answered no poll for so long cannot be read: polls wait one second at most."""
+FRESH_PERIODS: Final = LEASE_PERIODS - 2
+"""And one that answered none for so many heartbeats may have given this replica's place in line away: it was stopped, say, and
+goes on. Its own heartbeats wake the poll, so a reader that is abreast is never so old."""
 READ_BACK_SECONDS: Final = 10.0
 """How long a record that was written may take to be read again; then the reader is not to be relied on."""
 
@@ -66,8 +69,9 @@ class Announcer:
         self.incarnation: Incarnation | None = None
         self.fenced_by: Incarnation | None = None
         """A newer life of the same replica id, once one was seen."""
-        self.earlier_failure: RunVersion | None = None
-        """What the life of this replica id before failed on, where it did."""
+        self.failures: dict[ReplicaId, RunVersion] = {}
+        """What each replica id of the pool last failed on and has not served since, whatever life of it speaks now: who is
+        restarted after a failure says nothing of it any more."""
         self.error: str | None = None
         """What the last attempt to append failed with."""
         self.written = asyncio.Event()
@@ -133,24 +137,31 @@ class Announcer:
     @property
     def readable(self) -> bool:
         """Whether the stream can be trusted to tell who wants to activate."""
-        answered = time.monotonic() - self.fleet.polled_at < SILENT_SECONDS
+        answered = time.monotonic() - self.fleet.polled_at < min(SILENT_SECONDS, FRESH_PERIODS * self._config.heartbeat_seconds)
         return self.fleet.healthy and self.fleet.error is None and self.incarnation is not None and answered
 
     # --- reading -----------------------------------------------------------------------------------------------------------
 
     def _hear(self, event: Event, at: Position) -> None:
+        if isinstance(event, ReplicaState) and event.pool == self._config.pool:
+            self._note_failure(event)
         if isinstance(event, ReplicaState) and event.replica == self._config.replica:
             if event.life == self.life:
                 self._hear_myself(event, at)
             else:
                 incarnation = at.offset if event.incarnation is None else event.incarnation
                 self._others[event.life] = max(incarnation, self._others.get(event.life, 0))
-                self.earlier_failure = event.target if event.phase is Phase.FAILED else None
             newest = max(self._others.values(), default=-1)
             if self.incarnation is not None and newest > self.incarnation:
                 self.fenced_by = Incarnation(newest)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _note_failure(self, event: ReplicaState) -> None:
+        if event.phase is Phase.FAILED and event.target is not None:
+            self.failures[event.replica] = event.target
+        elif event.phase.in_rotation and event.serving == self.failures.get(event.replica):
+            self.failures.pop(event.replica, None)
 
     def _hear_myself(self, event: ReplicaState, at: Position) -> None:
         if event.transition is Transition.JOINED and self.incarnation is None:

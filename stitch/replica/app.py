@@ -157,6 +157,9 @@ class ReplicaApp:
                     "pointer": agent.reconciler.pointer_error,
                     "activations": agent.announcer.error,
                     "unwritten": agent.announcer.waiting,
+                    "skipped": {
+                        f.stream.value: dict(f.skipped) for f in (agent.reconciler.follower, agent.announcer.fleet) if f.skipped
+                    },
                 },
             },
         )
@@ -179,6 +182,13 @@ class ReplicaApp:
         lines = [line for name, kind, value in values for line in (f"# TYPE {name} {kind}", f"{name} {float(value):g}")]
         lines.append("# TYPE stitch_replica_answers_total counter")
         lines += [f'stitch_replica_answers_total{{status="{s}"}} {n}' for s, n in sorted(self._proxy.statuses.items())]
+        streams = (agent.reconciler.follower, agent.announcer.fleet)
+        for name, measured in (
+            ("stitch_replica_log_lag", [(f.stream, f.lag) for f in streams]),
+            ("stitch_replica_log_age_seconds", [(f.stream, f.age) for f in streams]),
+        ):
+            lines.append(f"# TYPE {name} gauge")
+            lines += [f'{name}{{stream="{stream}"}} {value:g}' for stream, value in measured if value is not None]
         body = "\n".join(lines) + "\n"
         return Answer(status=_OK, body=body.encode(), headers=((b"content-type", METRICS_TYPE.encode()),))
 

@@ -32,14 +32,13 @@ class Budget:
     def held(self, target: RunVersion) -> bool:
         """Whether the version failed on so many of the pool, and succeeded on none, that no other shall try it.
 
-        As the fleet fold judges it, and for a replica that is yet to load its first version too; what an earlier life of this
-        very replica id failed on counts, though its record was replaced by the present life's.
+        As the fleet fold judges it, and for a replica that is yet to load its first version too. A failure counts until that
+        replica serves the version, since a supervisor restarts who failed, and the new life's records replace the old ones:
+        else each restart would send the next of the fleet to its end.
         """
-        members = list(self.fleet.pool(self._pool))
-        if any(m.state.serving == target and m.state.phase.in_rotation for m in members):
+        if any(m.state.serving == target and m.state.phase.in_rotation for m in self.fleet.pool(self._pool)):
             return False
-        failed = sum(1 for m in members if m.state.phase is Phase.FAILED and m.state.target == target)
-        failed += self._announcer.earlier_failure == target
+        failed = sum(1 for each in self._announcer.failures.values() if each == target)
         return failed >= slots(self.fleet, self._pool)
 
     async def acquire(self) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from stitch.core.errors import StitchError
+from stitch.core.errors import LogDiverged, StitchError
 from stitch.core.ids import ChannelName, PolicyId
 from stitch.core.lineage import Lineage, PolicyLineage
 from stitch.core.pointers import pointer_key
@@ -113,6 +113,8 @@ class Reconciler:
             try:
                 while True:
                     state = await pointers.catch_up(READ_SECONDS)
+                    if isinstance(self._follower.frozen, LogDiverged):
+                        raise self._follower.frozen  # a new client does not know that its log is another: the follower does
                     self.pointer_error = None
                     found = state.greatest.get(pointer_key(self._policy, self._channel))
                     if found is not None:

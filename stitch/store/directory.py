@@ -13,7 +13,7 @@ import os
 import secrets
 import stat as modes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -28,6 +28,7 @@ from stitch.store.hashing import (
     digest_body,
     digest_chunks,
     download_verified,
+    put_hashed_first,
     read_chunks,
     too_long,
 )
@@ -60,8 +61,7 @@ class DirectoryStore(BlobStore):
             _make_folders(self._root)
         except OSError as error:
             raise InvalidRequest(f"store: {self.url} cannot be made: {error.strerror}", field="store") from error
-        with self._reporting():
-            self._sweep()
+        self.sweep(UPLOAD_TTL_S)
 
     @property
     def url(self) -> str:
@@ -82,6 +82,9 @@ class DirectoryStore(BlobStore):
                 except NotADirectoryError as error:
                     raise tree_conflict(key) from error
         raise Unavailable(f"store {self.url}: the folders of {key!r} keep vanishing")
+
+    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+        return put_hashed_first(self, key_of, body)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         with self._reporting(), self._opened(key) as file:
@@ -118,6 +121,17 @@ class DirectoryStore(BlobStore):
                 if error.errno not in _NO_OBJECT:
                     raise
             self._prune(folders)
+
+    def sweep(self, older_than_s: float) -> int:
+        oldest = time.time() - older_than_s
+        swept = 0
+        with self._reporting(), contextlib.suppress(FileNotFoundError), self._folder([RESERVED_SEGMENT]) as uploads:
+            for name in os.listdir(uploads):  # noqa: PTH208 - by descriptor, so that no link leads elsewhere
+                with contextlib.suppress(FileNotFoundError):
+                    if os.stat(name, dir_fd=uploads, follow_symlinks=False).st_mtime <= oldest:
+                        os.unlink(name, dir_fd=uploads)
+                        swept += 1
+        return swept
 
     def _create(self, key: str, folder: int, name: str, body: Body) -> Receipt:
         """The new object, or the equal one that exists. FileNotFoundError: something vanished in between; begin again."""
@@ -202,15 +216,6 @@ class DirectoryStore(BlobStore):
                     os.rmdir(name, dir_fd=parent)
             except OSError:  # not empty, or gone already: nothing to tidy, and a later delete tries again
                 return
-
-    def _sweep(self) -> None:
-        """Removes what writers that died left unfinished."""
-        oldest = time.time() - UPLOAD_TTL_S
-        with contextlib.suppress(FileNotFoundError), self._folder([RESERVED_SEGMENT]) as uploads:
-            for name in os.listdir(uploads):  # noqa: PTH208 - by descriptor, so that no link leads elsewhere
-                with contextlib.suppress(FileNotFoundError):
-                    if os.stat(name, dir_fd=uploads, follow_symlinks=False).st_mtime < oldest:
-                        os.unlink(name, dir_fd=uploads)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -17,8 +17,8 @@ from typing import Final, Literal, TypeVar
 
 from stitch.core.errors import CorruptObject, Unavailable
 from stitch.core.ids import Digest
-from stitch.store.hashing import checked, differs, digest_file
-from stitch.store.port import BlobStore, Body, Entry, Receipt
+from stitch.store.hashing import checked, differs, digest_file, put_hashed_first
+from stitch.store.port import BlobStore, Body, Entry, Receipt, Trials
 
 Result = TypeVar("Result")
 Call = Literal["put", "get", "download", "stat", "entries", "delete"]
@@ -102,6 +102,9 @@ class FaultyStore(BlobStore):
     def put(self, key: str, body: Body) -> Receipt:
         return self._around("put", key, lambda: self._inner.put(key, body))
 
+    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+        return put_hashed_first(self, key_of, body)
+
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         fault = self._begin("get", key)
         if fault is None or fault.kind not in _OF_READS:
@@ -125,6 +128,12 @@ class FaultyStore(BlobStore):
 
     def delete(self, key: str) -> None:
         self._around("delete", key, lambda: self._inner.delete(key))
+
+    def sweep(self, older_than_s: float) -> int:
+        return self._inner.sweep(older_than_s)
+
+    def trials(self, prefix: str) -> Trials:
+        return self._inner.trials(prefix)
 
     def close(self) -> None:
         self._inner.close()

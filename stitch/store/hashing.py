@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from stitch.core.errors import CorruptObject, InvalidRequest
 from stitch.core.ids import Digest
-from stitch.store.port import Body, Receipt
+from stitch.store.port import BlobStore, Body, Receipt
 
 CHUNK_BYTES: Final = 1 << 20
 """Read at a time: amortises the calls, and some dozens of streams at once still need little memory."""
@@ -78,6 +78,15 @@ def digest_body(body: Body) -> tuple[Digest, int]:
     if isinstance(body, Path):
         return digest_file(body)
     return digest_bytes(body), len(body)
+
+
+def put_hashed_first(store: BlobStore, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+    """`put_named` for stores that must know a key before they read the body."""
+    digest, size = digest_body(checked_body(body))
+    receipt = store.put(key_of(digest), body)
+    if (receipt.blake3, receipt.size) != (digest, size):
+        raise CorruptObject(f"object {receipt.key!r}: the body was changed while it was uploaded")
+    return receipt
 
 
 def read_chunks(file: BinaryIO) -> Iterator[bytes]:

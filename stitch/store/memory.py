@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from stitch.core.errors import InvalidRequest, VersionConflict
 from stitch.core.ids import Digest
-from stitch.store.hashing import CHUNK_BYTES, Stream, checked, checked_body, digest_bytes, download_verified
+from stitch.store.hashing import CHUNK_BYTES, Stream, checked, checked_body, digest_bytes, download_verified, put_hashed_first
 from stitch.store.keys import check_key, check_prefix, folders_of, tree_conflict
 from stitch.store.port import BlobStore, Body, Entry, Receipt
 
@@ -51,6 +51,9 @@ class MemoryStore(BlobStore):
         if held is not None and held.blake3 != digest:
             raise VersionConflict(f"object {key!r} exists with blake3 {held.blake3}, not {digest}")
         return Receipt(key=key, size=len(data), blake3=digest)
+
+    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+        return put_hashed_first(self, key_of, body)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         return checked(key, self._object(key).data, limit=limit, expect=expect)

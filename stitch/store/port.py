@@ -4,7 +4,7 @@ Blocking by design: its work is disk, network and hashing, which run in threads 
 checks on every implementation:
 
 - An object appears whole or not at all, and is durable when `put` returns.
-- `put` is create-once. The same bytes again are no error; other bytes under a key are a VersionConflict, and the first stay.
+- A `put` is create-once. The same bytes again are no error; other bytes under a key are a VersionConflict, and the first stay.
 - What is read is verified against the digest that the caller expects, while it streams.
 - Any method raises Unavailable where the store cannot be reached; every one of them may then be called again.
 """
@@ -12,7 +12,7 @@ checks on every implementation:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,19 @@ class Entry:
     modified_ms: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """What a store was found to do on trial, beyond what the methods of the port show.
+
+    `checksums`: it refuses bytes that do not fit the checksum sent with them. `conditional_parts`: large objects are created once,
+    too. `clock_skew_s`: how far its clock is ahead; None where there is but one clock.
+    """
+
+    checksums: bool = True
+    conditional_parts: bool = True
+    clock_skew_s: float | None = None
+
+
 class BlobStore(ABC):
     """A prefix of a store. Keys are relative to it, `/`-separated, and cannot leave it. Safe for concurrent use by threads."""
 
@@ -56,6 +69,13 @@ class BlobStore(ABC):
     @abstractmethod
     def put(self, key: str, body: Body) -> Receipt:
         """Creates the object; see above for a key that exists."""
+
+    @abstractmethod
+    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+        """As `put`, under the key that `key_of` makes of the body's digest, so that a store may read the body only once.
+
+        CorruptObject where the body changes meanwhile.
+        """
 
     @abstractmethod
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
@@ -81,6 +101,16 @@ class BlobStore(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Removes the object; none under the key is no error."""
+
+    def sweep(self, older_than_s: float) -> int:
+        """Removes what uploads that never ended left behind, where they began (or were last written to) so many seconds ago;
+        returns how many. What is still under way and older fails, so the age must be longer than any upload takes."""
+        return 0
+
+    def trials(self, prefix: str) -> Trials:
+        """Tries what lies between this process and the store's disk, and may leave the objects `mangled` and `parts` below the
+        prefix. A store of this machine has nothing in between."""
+        return Trials()
 
     def close(self) -> None:  # noqa: B027 # a store that holds nothing has nothing to do here
         """Frees what the store holds. May be called twice."""

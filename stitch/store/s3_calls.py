@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from stitch.core.errors import InvalidRequest, StitchError, Unavailable
 from stitch.store.hashing import CHUNK_BYTES
+from stitch.store.s3_place import S3Place
 
 try:
     import boto3
@@ -87,16 +88,17 @@ def pause_before(attempt: int) -> None:
 
 
 class S3Calls:
-    """The client of one bucket. `url` is for messages."""
+    """The client of one bucket."""
 
-    def __init__(self, url: str, *, bucket: str, endpoint: str | None, region: str | None) -> None:
-        self._url = url
-        self._bucket = bucket
+    def __init__(self, place: S3Place) -> None:
+        self._url = place.url
+        self._bucket = place.bucket
+        endpoint, region = place.endpoint, place.region
         config = Config(
             signature_version="s3v4",
-            s3={"addressing_style": "path" if endpoint else "auto"},
+            s3={"addressing_style": place.addressing or ("path" if endpoint else "auto")},
             max_pool_connections=MAX_CONNECTIONS,
-            retries={"max_attempts": 1, "mode": "standard"},
+            retries={"total_max_attempts": 1, "mode": "standard"},  # "max_attempts" would count what follows the first
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             tcp_keepalive=True,
@@ -110,13 +112,20 @@ class S3Calls:
 
     def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """The answer. KeyError where there is no such object; Refusal, InvalidRequest or Unavailable otherwise."""
+        return self._call(operation, arguments, TRIES)
+
+    def once(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """As `call`, in one try."""
+        return self._call(operation, arguments, 1)
+
+    def _call(self, operation: str, arguments: dict[str, Any], tries: int) -> dict[str, Any]:
         began = time.monotonic()
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(1, tries + 1):
             try:
                 answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 reason = self._translated(error, operation, str(arguments.get("Key", "")))
-                if not isinstance(reason, Unavailable) or attempt == TRIES or time.monotonic() - began > GIVE_UP_S:
+                if not isinstance(reason, Unavailable) or attempt == tries or time.monotonic() - began > GIVE_UP_S:
                     raise reason from error
             else:
                 return answer

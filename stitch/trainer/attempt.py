@@ -26,7 +26,7 @@ class Step(StrEnum):
     WAITING = "waiting"
     """A log or a store is away; `Progress.waiting` says why."""
     ENCODED = "encoded"
-    """The files lie on the local disk; nothing was uploaded."""
+    """The files lie on the local disk. A directory's may be on their way already; all else was not uploaded."""
     UPLOADING = "uploading"
     """One more object is durable."""
     UPLOADED = "uploaded"

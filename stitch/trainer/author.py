@@ -33,7 +33,7 @@ from stitch.trainer.attempt import Attempt, Step, pauses
 from stitch.trainer.blobs import Blobs
 from stitch.trainer.decisions import Decisions
 from stitch.trainer.encoding import wants_full
-from stitch.weights.encode import Encoded
+from stitch.weights.encode import Encoded, LocalFile
 
 CLAIM_AGAIN_SECONDS: Final = (0.05, 2.0)
 """First and longest pause after a claim was beaten: long enough for another opener to finish."""
@@ -160,6 +160,16 @@ class Author:
             full=tip is None or kind is Kind.FULL or (kind is None and wants_full(policy, tip.ref)),
             retried=retried,
         )
+
+    def begin_upload(self, plan: Plan, files: Sequence[LocalFile]) -> None:
+        """Starts to upload a new full version's files while its tensors are still digested; nothing refers to them yet."""
+        known = RunVersion(run=self.run, number=plan.number) in self.lineage.versions
+        if plan.full and plan.retried is None and not known:
+            self._blobs.begin(attempt_prefix(self.policy, self.run, plan.number, self.session.epoch), files)
+
+    def end_upload(self) -> None:
+        """No file is read any more that `commit` did not need. Blocks while a transfer ends."""
+        self._blobs.drop()
 
     async def commit(self, plan: Plan, encoded: Encoded, notes: Notes, attempt: Attempt) -> Publication:
         """Uploads, describes and decides. On return the version is durable and accepted."""

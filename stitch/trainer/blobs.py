@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from stitch.core.errors import CorruptObject
+from stitch.core.errors import CorruptObject, Unavailable
 from stitch.core.manifest import Manifest, ManifestRef, StoredFile
-from stitch.store.hashing import digest_file
 from stitch.store.manifests import object_key, read_manifest, receipt, write_manifest
-from stitch.store.port import BlobStore
+from stitch.store.port import BlobStore, Receipt
 from stitch.trainer.attempt import Attempt, Step
 from stitch.weights.encode import LocalFile
 
@@ -29,10 +28,23 @@ class Blobs:
     def __init__(self, store: BlobStore, scratch: Path) -> None:
         self._store, self._scratch = store, scratch
         self._threads = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stitch-upload")
+        self._ahead: dict[tuple[str, Path], Future[Receipt]] = {}
 
     def close(self) -> None:
         """Waits for the transfers in hand."""
         self._threads.shutdown(cancel_futures=True)
+
+    def begin(self, prefix: str, files: Sequence[LocalFile]) -> None:
+        """Starts to upload what `upload` will be asked for; `drop` what it then was not."""
+        for file in files:
+            self._ahead[prefix, file.source] = self._threads.submit(self._put, prefix, file.source)
+
+    def drop(self) -> None:
+        """Ends what was begun and not asked for: no file is read any more. Blocks while a transfer ends."""
+        for future in self._ahead.values():
+            future.cancel()
+        wait(self._ahead.values())
+        self._ahead.clear()
 
     async def upload(self, prefix: str, files: Sequence[LocalFile], attempt: Attempt) -> tuple[StoredFile, ...]:
         """Every file as an object under the prefix, durable on return, in the order given.
@@ -85,12 +97,23 @@ class Blobs:
         return LocalFile(path=file.path, source=source)
 
     async def _upload_one(self, prefix: str, file: LocalFile, attempt: Attempt) -> StoredFile:
-        digest, size = await self._call(attempt, partial(digest_file, file.source))
-        key = object_key(prefix, digest)
-        got = await self._call(attempt, partial(self._store.put, key, file.source))
-        if (got.blake3, got.size) != (digest, size):
-            raise CorruptObject(f"{file.path}: the store received other bytes than were read before; it was changed meanwhile")
-        return StoredFile(path=file.path, key=key, size=size, blake3=digest)
+        begun = self._ahead.get((prefix, file.source))
+        got = None if begun is None else await self._result(begun)
+        self._ahead.pop((prefix, file.source), None)
+        if got is None:
+            got = await self._call(attempt, partial(self._put, prefix, file.source))
+        return StoredFile(path=file.path, key=got.key, size=got.size, blake3=got.blake3)
+
+    def _put(self, prefix: str, source: Path) -> Receipt:
+        return self._store.put_named(partial(object_key, prefix), source)
+
+    @staticmethod
+    async def _result(begun: Future[Receipt]) -> Receipt | None:
+        """None where the store was away: the upload begins again, as one that may be waited for."""
+        try:
+            return await asyncio.wrap_future(begun)
+        except Unavailable:
+            return None
 
     async def _call(self, attempt: Attempt, act: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

@@ -99,7 +99,8 @@ class Decisions:
         may_have_landed = self.unsettled is not None
         self.unsettled = decision  # before the append: whatever ends this task in the middle of it, the record may land
         try:
-            await append(self._log, decision, source=self._source, timeout=min(APPEND_SECONDS, max(attempt.remaining, 0.001)))
+            timeout = min(APPEND_SECONDS, max(attempt.remaining, 0.001))
+            await append(self._log, decision, source=self._source, level=self._lineage.state.level, timeout=timeout)
         except OutcomeUnknown as error:
             attempt.report_waiting(str(error))
             return next(waits)

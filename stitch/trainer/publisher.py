@@ -36,7 +36,7 @@ from stitch.trainer.blobs import Blobs
 from stitch.trainer.decisions import Decisions
 from stitch.trainer.encoding import encode
 from stitch.trainer.portal import LoopThread, finish
-from stitch.weights.encode import Encoded, encode_full
+from stitch.weights.encode import Encoded, directory_files, encode_full
 from stitch.weights.tensors import Weights
 
 PUBLISH_SECONDS: Final = 1800.0
@@ -216,9 +216,12 @@ class Publisher:
             folder = Path(tempfile.mkdtemp(prefix="version-", dir=self._scratch))
             try:
                 base = None if plan.full else plan.tip_manifest
+                if isinstance(given, Path):
+                    self._author.begin_upload(plan, directory_files(given))
                 encoded = encode(given, base, folder, strict=form is Kind.DELTA)
                 self._in_flight = self._loop.start(partial(self._commit, plan, encoded, notes, attempt, folder))
             except BaseException:
+                self._author.end_upload()
                 shutil.rmtree(folder)
                 raise
             return self._in_flight
@@ -237,6 +240,7 @@ class Publisher:
             return await self._author.commit(plan, encoded, notes, attempt)
         finally:
             # Not awaited: a cancelled task would be interrupted here.
+            self._author.end_upload()
             shutil.rmtree(folder)
 
 

@@ -18,6 +18,7 @@ from stitch.weights.digest import spec_of, specs
 from stitch.weights.safetensors import (
     DEFAULT_SHARD_BYTES,
     WEIGHTS_FILE,
+    Checkpoint,
     TensorSpool,
     carried_files,
     open_checkpoint,
@@ -123,11 +124,20 @@ def carried(weights: Weights) -> tuple[LocalFile, ...]:
     return tuple(LocalFile(path=name, source=weights / name) for name in carried_files(weights))
 
 
+def directory_files(directory: Path) -> tuple[LocalFile, ...]:
+    """The files of a full version of this checkpoint directory, known before its tensors are read. Raises CorruptObject."""
+    with open_checkpoint(directory) as checkpoint:
+        return (*_weights_of(directory, checkpoint), *carried(directory))
+
+
 def _encode_directory(directory: Path) -> Encoded:
     with open_checkpoint(directory) as checkpoint:
         tensors = specs(checkpoint.tensors())
-        files = tuple(LocalFile(path=name, source=directory / name) for name in checkpoint.weights)
-        return _full(files, carried(directory), tensors)
+        return _full(_weights_of(directory, checkpoint), carried(directory), tensors)
+
+
+def _weights_of(directory: Path, checkpoint: Checkpoint) -> tuple[LocalFile, ...]:
+    return tuple(LocalFile(path=name, source=directory / name) for name in checkpoint.weights)
 
 
 def _full(weights: tuple[LocalFile, ...], files: tuple[LocalFile, ...], tensors: tuple[TensorSpec, ...]) -> Encoded:

@@ -3,18 +3,22 @@
 Nothing is written that does not match its schema exactly, and nothing is read that leaves bytes over. An event that a reader cannot
 know is skipped and counted where its writer marked it optional, and stops the reader where not: a decision that some readers skip
 would split the fold.
+
+A writer takes the oldest schema that loses nothing of the event, and none above the format level that the log states, so that a
+fleet may run two releases at once (docs/adr/0005-format-levels.md).
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from typing import Any, Final
 
-import cattrs
 from fastavro import schemaless_reader, schemaless_writer
 from fastavro.validation import ValidationError, validate
 
@@ -33,7 +37,8 @@ from stitch.core.events import (
     VersionRetired,
 )
 from stitch.core.pointers import pointer_key
-from stitch.wire.schemas import Schema, registry
+from stitch.wire.build import constructor
+from stitch.wire.schemas import FIRST_LEVEL, Registry, Schema, registry
 
 MAGIC: Final = b"\xc3\x01"
 CONTENT_TYPE: Final = "application/avro"
@@ -54,12 +59,9 @@ _EVENTS: Final[dict[str, type[Event]]] = {
     "replica_state": ReplicaState,
     "rollout_served": RolloutServed,
 }
-_NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
 _OPTIONAL: Final = frozenset({"channel_pointer", "replica_state", "rollout_served"})
 """What a reader may do without: the decisions tell the rest."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
-
-_converter = cattrs.Converter(detailed_validation=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,49 +81,125 @@ class Skipped:
     reason: str
 
 
-def encode(event: Event, *, source: str, time: datetime | None = None, traceparent: str | None = None) -> Encoded:
-    """The record of an event. `source` says who wrote it; `time` is the writer's clock (default: now), with a time zone.
+class Codec:
+    """Encodes and decodes what one release knows: its schemas, and the class of each event."""
 
-    Raises InvalidRequest naming the field that its schema does not allow.
+    def __init__(self, schemas: Registry, events: Mapping[str, type[Event]]) -> None:
+        self._schemas = schemas
+        self._names = {kind: name for name, kind in events.items()}
+        self._build = {name: constructor(kind) for name, kind in events.items()}
+
+    def encode(
+        self,
+        event: Event,
+        *,
+        source: str,
+        level: int = FIRST_LEVEL,
+        time: datetime | None = None,
+        traceparent: str | None = None,
+    ) -> Encoded:
+        """As the function of this name."""
+        schema, body = self._fitting(event, level)
+        value = MAGIC + schema.fingerprint + body
+        if len(value) > MAX_RECORD_BYTES:
+            raise InvalidRequest(f"{schema.type}: {len(value)} bytes are more than a record may have ({MAX_RECORD_BYTES})")
+        return Encoded(key=_key(event), value=value, headers=_headers(event, schema, source, time, traceparent))
+
+    def decode(self, value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Event | Skipped:
+        """As the function of this name."""
+        schema = self._schemas.by_fingerprint.get(value[2:10]) if value[:2] == MAGIC else None
+        try:
+            if schema is None:
+                raise _unknown(value, headers)
+            return self._structure(value[10:], schema)
+        except UnreadableEvent as error:
+            if ("ce_stitchoptional", b"true") in headers:
+                return Skipped(type=_type(headers), reason=str(error))
+            raise
+
+    def _fitting(self, event: Event, level: int) -> tuple[Schema, bytes]:
+        """The oldest schema that loses nothing of the event, and the event's bytes by it."""
+        name = self._names[type(event)]
+        newest = self._schemas.newest[name]
+        fields = _plain(asdict(event))
+        _check(fields, newest)
+        for schema in self._schemas.versions[name]:
+            body = _write(fields, newest) if schema is newest else self._lossless(event, fields, schema)
+            if body is None:
+                continue
+            if schema.level <= level:
+                return schema, body
+            raise InvalidRequest(
+                f"{schema.type}: needs format level {schema.level}, and the log stands at {level}: older releases that read it "
+                f"would stop here. Raise the level once every process of the fleet runs this release",
+                field="level",
+            )
+        raise AssertionError("the newest schema fits, or was refused above")
+
+    def _lossless(self, event: Event, fields: dict[str, Any], schema: Schema) -> bytes | None:
+        """The event's bytes by an older schema, if they are read back as the same event."""
+        if not validate(fields, schema.parsed, raise_errors=False):
+            return None
+        body = _write(fields, schema, strict=False)  # what the older schema does not know is left out
+        return body if self._structure(body, schema) == event else None
+
+    def _structure(self, body: bytes, schema: Schema) -> Event:
+        stream = io.BytesIO(body)
+        try:
+            newest = self._schemas.newest[schema.event]
+            # The reader compares the two schemas on each call, which costs more than to read.
+            raw = schemaless_reader(stream, schema.parsed, None if schema is newest else newest.parsed)
+            event: Event = self._build[schema.event](raw)
+        except Exception as error:  # whatever damaged bytes make the decoder do, it is the record that is unreadable
+            raise UnreadableEvent(f"event {schema.type}: {error!r}") from error
+        if stream.read(1):
+            raise UnreadableEvent(f"event {schema.type}: bytes are left over after its body")
+        return event
+
+
+@cache
+def codec() -> Codec:
+    """That of this release."""
+    return Codec(registry(), _EVENTS)
+
+
+def encode(
+    event: Event,
+    *,
+    source: str,
+    level: int = FIRST_LEVEL,
+    time: datetime | None = None,
+    traceparent: str | None = None,
+) -> Encoded:
+    """The record of an event. `source` says who wrote it; `level` is the format level that the log states (`Lineage.level`), above
+    which no schema is used; `time` is the writer's clock (default: now), with a time zone.
+
+    Raises InvalidRequest naming the field that its schema does not allow, or the level that the event needs.
     """
-    schema = registry().newest[_NAMES[type(event)]]
-    body = _plain(asdict(event))
-    _check(body, schema)
-    out = io.BytesIO()
-    schemaless_writer(out, schema.parsed, body, strict=True)
-    value = MAGIC + schema.fingerprint + out.getvalue()
-    if len(value) > MAX_RECORD_BYTES:
-        raise InvalidRequest(f"{schema.type}: {len(value)} bytes are more than a record may have ({MAX_RECORD_BYTES})")
-    return Encoded(key=_key(event), value=value, headers=_headers(event, schema, source, time, traceparent))
+    return codec().encode(event, source=source, level=level, time=time, traceparent=traceparent)
 
 
 def decode(value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Event | Skipped:
     """The event of a record. Raises UnreadableEvent where it must not be skipped."""
-    told = dict(headers)
-    type_ = told.get("ce_type", b"").decode("utf-8", "replace") or "unknown"
-    try:
-        return _decode(value, type_)
-    except UnreadableEvent as error:
-        if told.get("ce_stitchoptional") == b"true":
-            return Skipped(type=type_, reason=str(error))
-        raise
+    return codec().decode(value, headers)
 
 
-def _decode(value: bytes, type_: str) -> Event:
+def _type(headers: tuple[tuple[str, bytes], ...]) -> str:
+    """What the record's header says that it is."""
+    return dict(headers).get("ce_type", b"").decode("utf-8", "replace") or "unknown"
+
+
+def _unknown(value: bytes, headers: tuple[tuple[str, bytes], ...]) -> UnreadableEvent:
+    """Why no schema was found for the record."""
     if value[:2] != MAGIC:
-        raise UnreadableEvent(f"event {type_}: not in Avro single-object encoding")
-    schema = registry().by_fingerprint.get(value[2:10])
-    if schema is None:
-        raise UnreadableEvent(f"event {type_}: its schema {value[2:10].hex()} is none that this release knows; upgrade it")
-    body = io.BytesIO(value[10:])
-    try:
-        raw = schemaless_reader(body, schema.parsed, registry().newest[schema.event].parsed)
-        event = _converter.structure(raw, _EVENTS[schema.event])
-    except Exception as error:  # whatever damaged bytes make the decoder do, it is the record that is unreadable
-        raise UnreadableEvent(f"event {schema.type}: {error!r}") from error
-    if body.read(1):
-        raise UnreadableEvent(f"event {schema.type}: bytes are left over after its body")
-    return event
+        return UnreadableEvent(f"event {_type(headers)}: not in Avro single-object encoding")
+    return UnreadableEvent(f"event {_type(headers)}: its schema {value[2:10].hex()} is none that this release knows; upgrade it")
+
+
+def _write(fields: dict[str, Any], schema: Schema, *, strict: bool = True) -> bytes:
+    out = io.BytesIO()
+    schemaless_writer(out, schema.parsed, fields, strict=strict)
+    return out.getvalue()
 
 
 def _headers(

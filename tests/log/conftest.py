@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from stitch.log.port import EventLog
 from tests.log.places import KafkaPlace, MemoryPlace, Place, SqlitePlace
+from tests.support.kafka import local_cluster
+from tests.support.kafka_cluster import KafkaCluster
 
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka), "memory-faulty", "sqlite-faulty"])
@@ -23,6 +25,13 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         place = KafkaPlace(request.getfixturevalue("kafka_log_url"))
     yield place
     await place.close()
+
+
+@pytest.fixture(scope="package")
+def kafka_cluster() -> Iterator[KafkaCluster]:
+    """Shared by the tests of this folder and gone after them. Each puts it right (`heal`) before it begins."""
+    with local_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

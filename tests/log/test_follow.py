@@ -243,3 +243,71 @@ async def test_listeners_hear_each_event_with_its_place() -> None:
         await _append(log, 0, 1)
         await follower.catch_up()
         assert heard == [("e-0", 0), ("e-1", 1)]
+
+
+async def test_a_follower_says_how_far_behind_it_is() -> None:
+    async with _Rig(MemoryLog()) as rig:
+        follower: Follower[tuple[str, ...]] = Follower(rig, Stream.PUBLICATIONS, (), _collect)
+        assert (follower.lag, follower.age) == (None, None)
+        await _append(rig, 0, 1, 2)
+        async with _following(rig) as follower:
+            await follower.catch_up()
+            async with asyncio.timeout(WAIT):
+                while follower.lag != 0:
+                    await asyncio.sleep(0.01)
+            assert follower.age is not None
+            rig.down = True
+            async with asyncio.timeout(WAIT):
+                while follower.age < 0.2:
+                    await asyncio.sleep(0.01)
+            assert follower.lag == 0  # as it was last told
+
+
+async def test_lag_counts_what_is_not_folded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    lags: list[int | None] = []
+
+    def fold(state: int, event: Event, at: Position) -> int:
+        lags.append(follower.lag)
+        return state + 1
+
+    monkeypatch.setattr(_RigReader, "end", property(lambda reader: None), raising=False)
+    async with _Rig(MemoryLog()) as rig:
+        await _append(rig, 0, 1, 2)
+        follower: Follower[int] = Follower(rig, Stream.PUBLICATIONS, 0, fold)
+        task = asyncio.create_task(follower.run())
+        await follower.catch_up()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert lags == [3, 3, 3]
+
+
+@pytest.mark.parametrize("stream", [Stream.POINTERS, Stream.ACTIVATIONS, Stream.ROLLOUTS])
+async def test_a_thinned_stream_may_lose_records_but_never_get_others(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "REBUILD_SECONDS", 0.02)
+
+    async def add(log: EventLog, *numbers: int) -> None:
+        for number in numbers:
+            await log.append(stream, replace(draft(_claim(number), source="test"), key=f"k{number}"))
+
+    async with _Rig(MemoryLog()) as rig:
+        follower: Follower[tuple[str, ...]] = Follower(rig, stream, (), _collect)
+        task = asyncio.create_task(follower.run())
+        try:
+            await add(rig, 0, 1)
+            assert await follower.catch_up() == ("e-0", "e-1")
+            opened = rig.opened
+            async with asyncio.timeout(WAIT):
+                while rig.opened < opened + 2:  # it meets its last record again, and folds it no second time
+                    await asyncio.sleep(0.01)
+            await add(rig, 2)
+            assert await follower.catch_up() == ("e-0", "e-1", "e-2")
+            other = MemoryLog()
+            await add(other, 7, 8, 9, 10)
+            rig.inner = other
+            async with asyncio.timeout(WAIT):
+                while follower.frozen is None:
+                    await asyncio.sleep(0.01)
+            assert isinstance(follower.frozen, LogDiverged)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -11,7 +11,7 @@ from stitch.core.ids import Offset
 from stitch.log import read
 from stitch.log.memory import MemoryLog
 from stitch.log.port import Draft, EventLog, Reader, Record, Stream
-from stitch.log.read import last_record, latest_by_key, pages, read_all
+from stitch.log.read import last_record, last_records, latest_by_key, pages, read_all
 
 pytestmark = pytest.mark.contract
 
@@ -60,6 +60,15 @@ async def test_the_last_record_is_found_behind_holes(log: EventLog) -> None:
     assert newest is not None
     assert newest == await log.newest(Stream.POINTERS)
     assert int(newest.value) == 39
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 40, 41])
+async def test_the_newest_records_in_their_order(log: EventLog, count: int) -> None:
+    for number in range(40):
+        await log.append(Stream.ROLLOUTS, Draft(key="k", value=b"%d" % number))
+    assert values(await last_records(log, Stream.ROLLOUTS, count)) == list(range(40))[max(0, 40 - count) :]
+    until = Offset((await log.bounds(Stream.ROLLOUTS)).end - 10)
+    assert values(await last_records(log, Stream.ROLLOUTS, count, until=until)) == list(range(30))[max(0, 30 - count) :]
 
 
 class _Stuck(Reader):

@@ -164,6 +164,34 @@ async def test_a_version_that_ends_engines_does_not_take_the_fleet_down(world: W
     assert not any(r.serving == poison for r in world.records)
 
 
+async def test_nor_where_who_failed_is_restarted_under_its_name(world: World) -> None:
+    """D12: as a supervisor does it. The new life speaks of the failure no more, and all others still hold the version back."""
+    names = [f"replica-{n}" for n in range(3)]
+    async with world.trainer() as trainer:
+        replicas = await asyncio.gather(*(world.replica(name, command=misbehaving()) for name in names))
+        for replica in replicas:
+            await replica.serves(ref(0))
+            await replica.misbehave(die="during_load")
+        await until(lambda: all(world.of(name, Transition.ACTIVATED) for name in names), "all told that they serve")
+        poison = await trainer.publish()
+        first = await _first_to_end(replicas)
+        reborn = await world.replica(first.config.replica, command=misbehaving())
+        await reborn.serves(ref(0))
+        left = [replica for replica in replicas if replica is not first]
+        for replica in left:
+            await eventually(partial(_holds, replica), "it holds the version back")
+        again = len(world.records)
+        await until(lambda: len(world.records) > again + 24, "all spoke again")
+        for replica in (*left, reborn):
+            assert not replica.task.done()
+            assert (await replica.generate())[0] == 200
+            await replica.misbehave(die=None)
+        good = await trainer.publish()
+        for replica in (*left, reborn):
+            await replica.serves(good)
+    assert not any(r.serving == poison for r in world.records)
+
+
 async def _first_to_end(replicas: list[Running]) -> Running:
     done, _ = await asyncio.wait({r.task for r in replicas}, return_when=asyncio.FIRST_COMPLETED, timeout=STEP_SECONDS)
     return next(replica for replica in replicas if replica.task in done)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from stitch.log.events import append, read
 from stitch.log.faulty import Fault, FaultyLog, script
 from stitch.log.memory import MemoryLog
 from stitch.log.port import EventLog, Stream
-from stitch.replica.announcer import Announcer
+from stitch.replica.announcer import FRESH_PERIODS, Announcer
 from stitch.replica.budget import Budget
 from stitch.replica.config import ReplicaConfig
 from tests.replica.world import ref
@@ -178,6 +179,15 @@ async def test_of_two_that_want_one_goes_and_then_the_other() -> None:
         budgets[0].release()
         a.announce(Transition.ACTIVATED)
         await asyncio.wait_for(second, 30)
+
+
+async def test_after_a_pause_the_stream_is_read_before_it_is_believed() -> None:
+    """A process that was stopped for a lease goes on with the view from before, in which it may still be first in line."""
+    async with announcing(MemoryLog(), heartbeat=0.2) as announcer:
+        await eventually(lambda: announcer.readable, "it joined")
+        time.sleep(0.2 * FRESH_PERIODS + 0.1)  # noqa: ASYNC251 # as SIGSTOP does: nothing of it runs
+        assert not announcer.readable
+        await eventually(lambda: announcer.readable, "it has read on")
 
 
 async def test_what_failed_on_as_many_as_the_budget_is_held_back_until_it_serves_somewhere() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from stitch.core.errors import InvalidRequest
 from stitch.store.opening import open_store
-from stitch.store.s3 import S3Place, parse_s3
+from stitch.store.s3 import S3Place, S3Store, parse_s3
 
 pytestmark = pytest.mark.unit
 
@@ -76,6 +76,39 @@ def test_an_s3_prefix_with_odd_characters_survives_its_url() -> None:
     assert parse_s3(place.url) == place
 
 
+@pytest.mark.parametrize(
+    ("query", "url"),
+    [
+        ("?endpoint=http://s3.test:9000", "http://s3.test:9000/my-bucket/k"),
+        ("?endpoint=http://s3.test:9000&addressing=path", "http://s3.test:9000/my-bucket/k"),
+        ("?endpoint=http://s3.test:9000&addressing=virtual", "http://my-bucket.s3.test:9000/k"),
+        ("?region=eu-west-1&addressing=virtual", "https://my-bucket.s3.eu-west-1.amazonaws.com/k"),
+        ("?region=eu-west-1&addressing=path", "https://s3.eu-west-1.amazonaws.com/my-bucket/k"),
+    ],
+)
+def test_where_the_bucket_stands_in_an_address(query: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    place = parse_s3(f"s3://my-bucket{query}")
+    assert parse_s3(place.url) == place
+    with S3Store(place) as store:
+        signed = store._calls._client.generate_presigned_url("get_object", Params={"Bucket": "my-bucket", "Key": "k"})
+    assert signed.partition("?")[0] == url
+
+
+def test_credentials_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard chain: here a file that the environment names, and a profile in it."""
+    file = tmp_path / "credentials"
+    file.write_text("[team]\naws_access_key_id = ours\naws_secret_access_key = s\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    with S3Store(parse_s3("s3://my-bucket?endpoint=http://s3.test:9000")) as store:
+        signed = store._calls._client.generate_presigned_url("get_object", Params={"Bucket": "my-bucket", "Key": "k"})
+    assert "Credential=ours" in signed
+
+
 SECRET = "hunter2secret"
 
 
@@ -99,6 +132,9 @@ SECRET = "hunter2secret"
         "s3://my-bucket/p?endpoint=http://host:port",
         "s3://my-bucket/p?endpoint=http://[::1",
         "s3://my-bucket/p?region=",
+        "s3://my-bucket/p?addressing=",
+        "s3://my-bucket/p?addressing=auto",
+        "s3://my-bucket/p?addressing=path&addressing=path",
         "s3://my-bucket/p?region=a.evil.example/",
         "s3://my-bucket/p?endpoint=http://a&endpoint=http://b",
     ],

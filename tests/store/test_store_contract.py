@@ -44,7 +44,7 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
         case _:
             from stitch.store.s3 import S3Store, parse_s3
 
-            return S3Store(parse_s3(request.getfixturevalue("s3_store_url")), part_bytes=PART_BYTES)
+            return S3Store(parse_s3(request.getfixturevalue("s3_store_url")), part_bytes=PART_BYTES, range_bytes=1 << 20)
 
 
 def at_once(count: int, act: Callable[[int], object]) -> list[object]:
@@ -159,6 +159,28 @@ def test_large_object(store: BlobStore, tmp_path: Path, as_file: bool) -> None:
     store.download(receipt, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
     assert store.get("large", limit=LARGE_BYTES, expect=receipt.blake3) == data
+
+
+@pytest.mark.parametrize("size", [10, LARGE_BYTES])
+def test_put_under_a_name_made_of_the_digest(store: BlobStore, tmp_path: Path, size: int) -> None:
+    data = secrets.token_bytes(size)
+    file = tmp_path / "body"
+    file.write_bytes(data)
+    expected = Receipt(key=f"k/{digest_bytes(data)}", size=size, blake3=digest_bytes(data))
+    assert store.put_named(lambda digest: f"k/{digest}", file) == expected
+    assert store.put_named(lambda digest: f"k/{digest}", data) == expected
+    assert store.get(expected.key, limit=size) == data
+    with pytest.raises(VersionConflict):
+        store.put_named(lambda _: expected.key, b"other")
+    with pytest.raises(InvalidRequest):
+        store.put_named(lambda _: "../out", b"other")
+    assert keys_of(store) == [expected.key]
+
+
+def test_a_sweep_spares_every_object(store: BlobStore) -> None:
+    store.put("k", b"x")
+    assert store.sweep(0.0) == 0
+    assert keys_of(store) == ["k"]
 
 
 def test_get_holds_its_limit(store: BlobStore) -> None:

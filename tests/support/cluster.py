@@ -31,6 +31,7 @@ class Cluster:
         self.store = store or f"file://{folder / 'store'}"
         self.processes: dict[str, Running] = {}
         self.urls: dict[str, str] = {}
+        self._starts = 0
 
     def __enter__(self) -> Cluster:
         return self
@@ -44,7 +45,8 @@ class Cluster:
 
     def start(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None) -> str:
         """Starts `stitch ARGUMENTS --json` and returns the URL that it announces."""
-        output = self.folder / f"{name}-{len(self.processes)}.out"
+        self._starts += 1
+        output = self.folder / f"{name}-{self._starts}.out"
         command = [sys.executable, "-m", "stitch", *arguments]
         process = provision.start(command, output=output, name=name, env=env)
         self.processes[name] = process

@@ -18,7 +18,8 @@ from typing import Final
 
 import pytest
 
-from tests.support import provision
+from tests.support import provision, toxiproxy
+from tests.support.kafka_cluster import KafkaCluster, three_brokers
 
 VERSION: Final = "4.3.1"
 IMAGE: Final = f"apache/kafka:{VERSION}"
@@ -85,13 +86,18 @@ def _install(folder: Path) -> None:
         raise CannotProvide(f"mvn failed: {(done.stdout + done.stderr)[-1000:]}")
 
 
-@contextlib.contextmanager
-def local_broker() -> Iterator[Kafka]:
-    """A broker of this run's own, on loopback. It may be paused; other tests' brokers are not touched by that."""
-    jars = provision.install_once(f"kafka-{VERSION}", _install) / "libs"
+def _local() -> tuple[Path, str]:
+    """The folder of Kafka's jars, and java. Raises CannotProvide."""
     java = shutil.which("java")
     if java is None:
         raise CannotProvide("no java")
+    return provision.install_once(f"kafka-{VERSION}", _install) / "libs", java
+
+
+@contextlib.contextmanager
+def local_broker() -> Iterator[Kafka]:
+    """A broker of this run's own, on loopback. It may be paused; other tests' brokers are not touched by that."""
+    jars, java = _local()
     with tempfile.TemporaryDirectory(prefix="stitch-kafka-") as scratch:
         folder = Path(scratch)
         broker_port, controller_port = provision.free_ports(2)
@@ -158,6 +164,19 @@ def kafka_server() -> Iterator[Kafka]:
         except CannotProvide as why:
             provision.unavailable("kafka", str(why))
         yield kafka
+
+
+@contextlib.contextmanager
+def local_cluster() -> Iterator[KafkaCluster]:
+    """Three brokers of this run's own, for tests that kill them, stop them, and disturb the wire. Skips, or fails where
+    STITCH_REQUIRE says so."""
+    with contextlib.ExitStack() as stack:
+        try:
+            jars, java = _local()
+            cluster = stack.enter_context(three_brokers(jars, java))
+        except (CannotProvide, toxiproxy.CannotProvide) as why:
+            provision.unavailable("kafka", str(why))
+        yield cluster
 
 
 @pytest.fixture(scope="session")

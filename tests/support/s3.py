@@ -29,7 +29,7 @@ BUILD_TIMEOUT_S: Final = 900.0
 REGION: Final = "us-east-1"
 BUCKET: Final = "stitch-test"
 CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret123"}
-_ISOLATION: Final = {
+ISOLATION: Final = {
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_EC2_METADATA_DISABLED": "true",
@@ -44,6 +44,7 @@ class S3Server:
     folder: Path
     port: int
     process: Running
+    disk_bytes: int | None = None
 
     @property
     def endpoint(self) -> str:
@@ -58,21 +59,24 @@ class S3Server:
 
     def restart(self) -> None:
         self.process.stop()
-        self.process = _launch(self.folder, self.port)
+        self.process = _launch(self.folder, self.port, self.disk_bytes)
 
     def stop(self) -> None:
         self.process.stop()
 
 
-def start_s3(folder: Path) -> S3Server:
-    """A server on `folder`, which may hold another's objects. Whoever starts it stops it."""
+def start_s3(folder: Path, *, disk_bytes: int | None = None) -> S3Server:
+    """A server on `folder`, which may hold another's objects. Whoever starts it stops it.
+
+    With `disk_bytes` its objects lie on a disk of that size in memory, which nobody else sees and which ends with it.
+    """
     port = free_port()
     (folder / "data" / BUCKET).mkdir(parents=True, exist_ok=True)  # to versitygw a folder is a bucket
     (folder / "iam").mkdir(exist_ok=True)
-    return S3Server(folder=folder, port=port, process=_launch(folder, port))
+    return S3Server(folder=folder, port=port, process=_launch(folder, port, disk_bytes), disk_bytes=disk_bytes)
 
 
-def _launch(folder: Path, port: int) -> Running:
+def _launch(folder: Path, port: int, disk_bytes: int | None = None) -> Running:
     options: list[str | Path] = [
         "--port",
         f"127.0.0.1:{port}",
@@ -83,8 +87,12 @@ def _launch(folder: Path, port: int) -> Running:
         "--iam-dir",
         folder / "iam",
     ]
+    command: list[str | Path] = [versitygw(), *options, "posix", folder / "data"]
+    if disk_bytes is not None:
+        mount = f'mount -t tmpfs -o size={disk_bytes} none "$0" && mkdir "$0/{BUCKET}" && exec "$@"'
+        command = ["unshare", "-rm", "sh", "-c", mount, folder / "data", *command]
     process = start(
-        [versitygw(), *options, "posix", folder / "data"],
+        command,
         output=folder / "versitygw.log",
         name="versitygw",
         env={"ROOT_ACCESS_KEY": CREDENTIALS["AWS_ACCESS_KEY_ID"], "ROOT_SECRET_KEY": CREDENTIALS["AWS_SECRET_ACCESS_KEY"]},
@@ -144,7 +152,7 @@ def s3_environment() -> Iterator[None]:
     """Credentials of our own servers in the environment, for this process and those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("STITCH_TEST_S3"):
-            for name, value in (CREDENTIALS | _ISOLATION).items():
+            for name, value in (CREDENTIALS | ISOLATION).items():
                 patch.setenv(name, value)
             patch.delenv("AWS_SESSION_TOKEN", raising=False)
         yield
@@ -170,6 +178,7 @@ def s3_store_url(s3_url: str) -> Iterator[str]:
     url = below(s3_url, f"t-{secrets.token_hex(6)}")
     yield url
     with open_store(url) as store:
+        store.sweep(0.0)
         for entry in store.entries(""):
             store.delete(entry.key)
 

@@ -86,6 +86,8 @@ class ReferenceEngine:
         """Weights are being exchanged: no step meanwhile."""
         self._update_lock = asyncio.Lock()
         self._wake = asyncio.Event()
+        self._told = asyncio.Event()
+        """Set, and made anew, whenever faults change."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -160,8 +162,7 @@ class ReferenceEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """No token is computed once this returns: steps are never interrupted, so none is half done."""
-        if self.misbehaviour.hang == "pause":
-            await _for_ever()
+        await self._hang("pause")
         if mode is PauseMode.ABORT:
             self.abort(None)
         elif mode is PauseMode.RETRACT:
@@ -209,8 +210,7 @@ class ReferenceEngine:
     async def _exchange(self, path: Path, label: str | None) -> str:
         self._loading = True
         try:
-            if self.misbehaviour.hang == "load":
-                await _for_ever()
+            await self._hang("load")
             try:
                 params = await asyncio.to_thread(checkpoint.load_matching, path, self.weights.params)
             except (StitchError, OSError) as error:
@@ -234,12 +234,15 @@ class ReferenceEngine:
         self.misbehaviour = replace(self.misbehaviour, **changes)  # type: ignore[arg-type]
         if self.misbehaviour.die == "now":
             os._exit(DIED)
+        self._told.set()
+        self._told = asyncio.Event()
         self._wake.set()
         return self.misbehaviour
 
-
-async def _for_ever() -> None:
-    await asyncio.Event().wait()
+    async def _hang(self, what: str) -> None:
+        """Does not return while the fault lasts."""
+        while self.misbehaviour.hang == what:
+            await self._told.wait()
 
 
 def uptime(sequence: Sequence) -> float:

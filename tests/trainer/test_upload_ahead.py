@@ -1,0 +1,65 @@
+"""A directory's files are uploaded while its tensors are digested: what comes of them where the publish goes another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stitch.core.errors import CorruptObject, VersionConflict
+from stitch.store.faulty import Fault, FaultyStore, Kind
+from stitch.store.memory import MemoryStore
+from stitch.weights.safetensors import write_checkpoint
+from stitch.weights.tensors import host_tensors
+from tests.trainer.places import POLICY, Place, weights
+
+pytestmark = pytest.mark.integration
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    folder.mkdir()
+    write_checkpoint(folder, host_tensors(weights(seed)), 1 << 20)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(MemoryStore())
+
+
+def puts(store: FaultyStore) -> list[str]:
+    return [key for call, key in store.calls if call == "put" and not key.endswith(".json")]
+
+
+def test_each_file_is_uploaded_once(store: FaultyStore, tmp_path: Path) -> None:
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        publication = publisher.publish(checkpoint(tmp_path / "c", 0))
+        assert len(puts(store)) == 2
+        assert all(key.startswith(f"{POLICY}/r1/0.e1/") for key in puts(store))
+        assert publisher.publish(checkpoint(tmp_path / "d", 0), number=0) == publication
+        assert len(puts(store)) == 2, "a version that is there is not uploaded again"
+
+
+def test_a_store_that_is_away_meanwhile_is_waited_out(store: FaultyStore, tmp_path: Path) -> None:
+    store.add(Fault(call="put", key="/0.e1/", kind=Kind.FAIL_AFTER, times=3))
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        assert publisher.publish(checkpoint(tmp_path / "c", 0)).ref.number == 0
+
+
+def test_a_number_that_is_taken_uploads_nothing(store: FaultyStore, tmp_path: Path) -> None:
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        publisher.publish(checkpoint(tmp_path / "c", 0))
+        before = puts(store)
+        with pytest.raises(VersionConflict):
+            publisher.publish(checkpoint(tmp_path / "d", 1), number=0)
+        assert puts(store) == before
+
+
+def test_a_damaged_directory_leaves_the_publisher_usable(store: FaultyStore, tmp_path: Path) -> None:
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        broken = checkpoint(tmp_path / "c", 0)
+        (broken / "model.safetensors").write_bytes(b"\0" * 100)
+        with pytest.raises(CorruptObject):
+            publisher.publish(broken)
+        assert publisher.publish(checkpoint(tmp_path / "d", 1)).ref.number == 0

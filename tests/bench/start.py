@@ -12,6 +12,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +100,7 @@ def _beats(size: int) -> Iterator[Draft]:
     return itertools.islice(itertools.cycle(distinct), skip, skip + size)
 
 
-class _Place:
+class _Place(ABC):
     """Where histories are written. Each gets a log of its own."""
 
     scheme = ""
@@ -107,9 +108,9 @@ class _Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def filled(self, publications: int, activations: int) -> str:
+    @abstractmethod
+    def filled(self, published: int, activations: int) -> str:
         """URL of a log with so many records; the newest is of this moment."""
-        raise NotImplementedError
 
 
 class _Sqlite(_Place):

@@ -134,7 +134,7 @@ def python_of(environment: Path) -> Path:
 
 
 def wheel_folder() -> str | None:
-    """Where a CPU build of torch may lie: UV_FIND_LINKS, or the folder that a workplace shares beside its checkouts."""
+    """Where a CPU build of torch may lie: UV_FIND_LINKS, or a folder of wheels beside the checkout."""
     given = os.environ.get("UV_FIND_LINKS")
     if given:
         return given

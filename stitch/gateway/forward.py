@@ -22,7 +22,7 @@ from stitch.http import answers
 from stitch.http import headers as names
 from stitch.http.answers import Answer
 from stitch.http.headers import raw, to_answer, to_forward
-from stitch.http.request import RequestSpec, merge, parse_body, parse_headers
+from stitch.http.request import READ_HEADERS, RequestSpec, merge, parse_body, parse_headers
 from stitch.http.server import AnswerCut, BodyTooLarge, ClientGone, Receive, Scope, Send, read_body, until_disconnect
 from stitch.http.sse import event
 from stitch.http.upstream import Stage, Upstream, UpstreamError, UpstreamResponse
@@ -37,21 +37,6 @@ ROUTES: Final = {
 MAX_REFUSAL: Final = 64 * 1024
 """Bytes of a refusal that are read so that its connection can be used again; a longer one is closed."""
 
-_REWRITTEN: Final = frozenset(
-    raw(name)
-    for name in (
-        names.POLICY,
-        names.CHANNEL,
-        names.RUN,
-        names.MIN_VERSION,
-        names.EXACT_VERSION,
-        names.MAX_LAG,
-        names.WAIT,
-        names.SESSION,
-        *names.SESSION_ALIASES,
-        names.REQUEST_ID,
-    )
-)
 _POLICY: Final = raw(names.POLICY)
 _REQUEST_ID: Final = raw(names.REQUEST_ID)
 _REPLICA: Final = raw(names.REPLICA)
@@ -108,7 +93,7 @@ class Forwarder:
             body = await read_body(headers, receive, self.admission.config.max_body)
             spec = _with_body(asked, ROUTES[route], body)
             pending = self.admission.pending(spec, request_id)
-            forwarded = [pair for pair in to_forward(headers) if pair[0] not in _REWRITTEN]
+            forwarded = [pair for pair in to_forward(headers) if pair[0] not in READ_HEADERS]
         except InvalidRequest as error:
             return answers.invalid_request(error, request_id=request_id)
         except BodyTooLarge:

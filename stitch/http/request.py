@@ -147,7 +147,7 @@ def _agreed(part: str, first: T | None, second: T | None) -> T | None:
 
 # --- headers ---------------------------------------------------------------------------------------------------------------
 
-_READ: Final = {
+READ_HEADERS: Final = {
     raw(name): name
     for name in (
         names.POLICY,
@@ -162,12 +162,13 @@ _READ: Final = {
         names.REQUEST_ID,
     )
 }
+"""As they stand in a request -> as they are named here: what `parse_headers` reads, and so what a gateway writes anew."""
 
 
 def _given(headers: RawHeaders) -> dict[str, bytes]:
     given: dict[str, bytes] = {}
     for key, value in headers:
-        name = _READ.get(key)
+        name = READ_HEADERS.get(key)
         if name is None:
             continue
         value = value.strip()

@@ -346,10 +346,6 @@ class LogFile:
     def commit(self) -> None:
         self._connection.execute("COMMIT")
 
-    def rollback(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
-
 
 def _headers_text(headers: Headers) -> str:
     # Latin-1 maps each byte to one character and back.

@@ -30,13 +30,18 @@ ALLOWED: Final = {
     "gateway": ABOVE_PORTS,
     "trainer": ABOVE_PORTS,
     "audit": ABOVE_PORTS,
-    "cli": ABOVE_PORTS | {"replica", "gateway", "trainer", "audit"},
+    "operators": ABOVE_PORTS,
+    "cli": ABOVE_PORTS | {"replica", "gateway", "trainer", "audit", "operators"},
 }
 """Besides itself. `cli` wires everything; `stitch` itself, the public surface, may name any room but `cli`."""
-ADAPTERS: Final = {"log": ("kafka", frozenset({"aiokafka"})), "store": ("s3", frozenset({"boto3", "botocore"}))}
+ADAPTERS: Final = {
+    "log": ("kafka", frozenset({"aiokafka"})),
+    "store": ("s3", frozenset({"boto3", "botocore"})),
+    "weights": ("numba", frozenset({"numba"})),
+}
 """Modules of these rooms whose names begin so are adapters: they may import their optional packages, and only a function of
 another module may import them."""
-OPTIONAL: Final = frozenset({"aiokafka", "boto3", "botocore", "torch", "sglang", "vllm", "modal", "kubernetes", "opentelemetry"})
+OPTIONAL: Final = frozenset({"aiokafka", "boto3", "botocore", "numba", "xxhash", "torch", "sglang", "vllm", "modal", "kubernetes", "opentelemetry"})
 CORE_MAY_USE: Final = frozenset({"blake3", "immutables", "rfc8785"})
 CORE_MAY_NOT_USE: Final = frozenset(
     {

@@ -45,7 +45,9 @@ class Codec(StrEnum):
     SAFETENSORS = "safetensors"
     """Safetensors files that hold every tensor once."""
     CHANGED_TENSORS = "changed-tensors/1"
-    """One safetensors file that holds each changed tensor whole."""
+    """Safetensors files that hold each changed tensor whole."""
+    SPARSE = "sparse/1"
+    """Safetensors files that hold, for each changed tensor, what changed in it (docs/delta-format.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,9 @@ ADAPTERS: Final = {
 }
 """Modules of these rooms whose names begin so are adapters: they may import their optional packages, and only a function of
 another module may import them."""
-OPTIONAL: Final = frozenset({"aiokafka", "boto3", "botocore", "numba", "xxhash", "torch", "sglang", "vllm", "modal", "kubernetes", "opentelemetry"})
+OPTIONAL: Final = frozenset(
+    {"aiokafka", "boto3", "botocore", "numba", "xxhash", "torch", "sglang", "vllm", "modal", "kubernetes", "opentelemetry"}
+)
 CORE_MAY_USE: Final = frozenset({"blake3", "immutables", "rfc8785"})
 CORE_MAY_NOT_USE: Final = frozenset(
     {

@@ -11,7 +11,7 @@ from anyio.from_thread import start_blocking_portal
 from stitch.core.errors import InvalidRequest
 from stitch.core.fleet import Fleet
 from stitch.core.ids import Offset
-from stitch.core.lineage import Lineage, Position
+from stitch.core.lineage import Lineage, make_position
 from stitch.core.replay import View
 from stitch.log.events import read
 from stitch.log.follow import Fold
@@ -71,6 +71,6 @@ async def _fold(
                     return state, last_ms
                 event = read(record)
                 if not isinstance(event, Skipped):
-                    state = fold(state, event, Position(offset=record.offset, time_ms=record.time_ms))
+                    state = fold(state, event, make_position(offset=record.offset, time_ms=record.time_ms))
                 last_ms = record.time_ms
     return state, last_ms

@@ -24,21 +24,24 @@ _Visit = tuple[str, str, int]
 class Plan:
     """Start from `local` weights (told by their digest) or load `anchor`; then apply `deltas`, oldest first.
 
-    Exactly one of the two starts is set. `cost` is in the caller's units.
+    Exactly one of the two starts is set. `at` is a version with the weights that the deltas begin at, whichever start that is.
+    `cost` is in the caller's units.
     """
 
     local: Digest | None
     anchor: Manifest | None
+    at: Manifest
     deltas: tuple[Manifest, ...]
     cost: int
 
     @property
     def start(self) -> Digest:
         """The weights digest that the deltas begin at."""
-        if self.anchor is not None:
-            return self.anchor.weights_digest
-        assert self.local is not None
-        return self.local
+        return self.at.weights_digest
+
+
+class _DeadEnd(CorruptObject):
+    """The chain cannot be followed further, which is no harm where a start was found before."""
 
 
 def stored_bytes(manifest: Manifest) -> int:
@@ -58,8 +61,9 @@ def plan(
 
     `resolve` reads a base's manifest (KeyError: it is missing). `local` holds weights digests that are at hand and what
     starting from each costs. `anchors` are further full forms of versions, by weights digest. `cost` is what fetching a
-    version's own weight files costs, never negative. Raises CorruptObject naming the version where a link is missing or is not
-    what its reference says, the chain is a cycle, or it is longer than MAX_CHAIN.
+    version's own weight files costs, never negative. Where the chain cannot be followed further (a manifest is missing, or it is
+    longer than MAX_CHAIN) the best of what was found counts. Raises CorruptObject naming the version where nothing was found by
+    then, and where a link is not what its reference says or the chain is a cycle.
     """
     anchors = anchors or {}
     best: Plan | None = None
@@ -78,9 +82,13 @@ def plan(
         if best is not None and spent >= best.cost:
             break
         deltas = (current, *deltas)
-        if len(deltas) > MAX_CHAIN:
-            raise CorruptObject(f"{target.ref}: its chain has more than {MAX_CHAIN} deltas; {current.ref} is not the last")
-        current = _follow(current, current.base, resolve)
+        try:
+            _check_length(target, deltas)
+            current = _follow(current, current.base, resolve)
+        except _DeadEnd:
+            if best is None:
+                raise
+            break  # behind an anchor older versions are retired, and their manifests go
         if _visit(current) in visited:
             raise CorruptObject(f"{target.ref}: its chain comes back to {current.ref}: a cycle")
     assert best is not None  # a chain ends at a full version only, and that is a start
@@ -94,22 +102,27 @@ def _start_at(
     starts: list[Plan] = []
     digest = version.weights_digest
     if digest in local:
-        starts.append(Plan(local=digest, anchor=None, deltas=(), cost=local[digest]))
+        starts.append(Plan(local=digest, anchor=None, at=version, deltas=(), cost=local[digest]))
     if version.kind is Kind.FULL:
-        starts.append(Plan(local=None, anchor=version, deltas=(), cost=cost(version)))
+        starts.append(Plan(local=None, anchor=version, at=version, deltas=(), cost=cost(version)))
     anchor = anchors.get(digest)
     if anchor is not None:
         if anchor.kind is not Kind.FULL or anchor.weights_digest != digest:
             raise CorruptObject(f"{version.ref}: the anchor {anchor.ref} given for it is not a full form of it")
-        starts.append(Plan(local=None, anchor=anchor, deltas=(), cost=cost(anchor)))
+        starts.append(Plan(local=None, anchor=anchor, at=anchor, deltas=(), cost=cost(anchor)))
     return min(starts, key=lambda start: start.cost, default=None)
+
+
+def _check_length(target: Manifest, deltas: tuple[Manifest, ...]) -> None:
+    if len(deltas) > MAX_CHAIN:
+        raise _DeadEnd(f"{target.ref}: its chain has more than {MAX_CHAIN} deltas; {deltas[0].ref} is not the last")
 
 
 def _follow(version: Manifest, base: BaseRef, resolve: Callable[[BaseRef], Manifest]) -> Manifest:
     try:
         manifest = resolve(base)
     except KeyError:
-        raise CorruptObject(
+        raise _DeadEnd(
             f"{version.ref}: the manifest of its base {base.run}/weight_v{base.number:06d} is missing ({base.manifest.key})"
         ) from None
     if manifest.weights_digest != base.manifest.weights_digest:

@@ -17,6 +17,7 @@ from typing import Final
 from immutables import Map
 
 from stitch.core.events import Phase, ReplicaState, Transition
+from stitch.core.frozen import maker
 from stitch.core.ids import Incarnation, Offset, PoolName, ReplicaId
 from stitch.core.lineage import Position
 
@@ -70,22 +71,26 @@ class Fleet:
         return member.heard.time_ms + member.lease_ms < self.now_ms
 
 
+_member: Final = maker(Member)
+_fleet: Final = maker(Fleet)
+
+
 def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard]:
     """The fleet after the record, and what became of the record."""
     old = fleet.members.get(state.replica)
     heard = _judge(old, state, at)
     now_ms = max(fleet.now_ms, at.time_ms)
     if heard is not Heard.ACCEPTED:
-        return Fleet(members=fleet.members, now_ms=now_ms), heard
+        return _fleet(members=fleet.members, now_ms=now_ms), heard
     same_life = old if old is not None and old.state.life == state.life else None
-    member = Member(
+    member = _member(
         state=state,
         incarnation=Incarnation(at.offset) if state.incarnation is None else state.incarnation,
         heard=at,
         want=_want(state, at),
         started=_started(same_life, state, at),
     )
-    return Fleet(members=fleet.members.set(state.replica, member), now_ms=now_ms), heard
+    return _fleet(members=fleet.members.set(state.replica, member), now_ms=now_ms), heard
 
 
 def _judge(old: Member | None, state: ReplicaState, at: Position) -> Heard:

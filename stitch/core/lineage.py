@@ -8,10 +8,9 @@ lineage with the reason remembered. The rules are numbered as in the publication
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from immutables import Map
 
@@ -26,6 +25,7 @@ from stitch.core.events import (
     VersionQuarantined,
     VersionRetired,
 )
+from stitch.core.frozen import changer, maker
 from stitch.core.ids import (
     LATEST,
     ChannelName,
@@ -221,6 +221,16 @@ class Lineage:
         return self.policies.get(policy) or PolicyLineage(policy=policy)
 
 
+make_position: Final = maker(Position)
+"""As the class: for whoever makes one for each record."""
+_ref: Final = maker(RunVersion)
+_version: Final = maker(Version)
+_run: Final = maker(Run)
+_channel: Final = maker(Channel)
+_with: Final = changer(PolicyLineage)
+_lineage: Final = maker(Lineage)
+
+
 def apply(lineage: Lineage, decision: Decision, at: Position) -> tuple[Lineage, Verdict]:
     """The lineage after the decision, and what became of it."""
     if isinstance(decision, FormatRaised):
@@ -233,7 +243,7 @@ def apply(lineage: Lineage, decision: Decision, at: Position) -> tuple[Lineage, 
     verdict = _judge(before, decision)
     after = _take(before, decision, at) if verdict is Verdict.ACCEPTED else before
     after = _with(after, verdicts=after.verdicts.set(decision.event_id, verdict))
-    return Lineage(level=lineage.level, policies=lineage.policies.set(decision.policy, after)), verdict
+    return _lineage(level=lineage.level, policies=lineage.policies.set(decision.policy, after)), verdict
 
 
 # --- the rules: pure questions to the lineage before -----------------------------------------------------------------------
@@ -287,7 +297,7 @@ def _judge_publication(policy: PolicyLineage, publication: VersionPublished) -> 
         return Verdict.RUN_NOT_CURRENT
     if publication.expected_head != policy.head:
         return Verdict.STALE_HEAD
-    parent = None if publication.parent is None else RunVersion(run=publication.run, number=publication.parent)
+    parent = None if publication.parent is None else _ref(run=publication.run, number=publication.parent)
     if parent != policy.tip:
         return Verdict.PARENT_NOT_TIP
     greatest = policy.greatest(publication.run)
@@ -378,20 +388,10 @@ def _move(policy: PolicyLineage, name: ChannelName, target: RunVersion | None, s
     history = old.history if old else ()
     if old and old.target is not None and old.target != target:
         history = (*history, old.target)[-CHANNEL_HISTORY:]
-    channel = Channel(
+    channel = _channel(
         sequence=Sequence((old.sequence if old else 0) + 1), target=target, history=history, source=source, position=at
     )
     return _with(policy, channels=policy.channels.set(name, channel))
-
-
-_POLICY_FIELDS: Final = tuple(each.name for each in fields(PolicyLineage))
-_policy_values: Final = attrgetter(*_POLICY_FIELDS)
-
-
-def _with(policy: PolicyLineage, **changes: object) -> PolicyLineage:
-    """As dataclasses.replace, at half its cost: a reader of a long history does little else."""
-    values: dict[str, Any] = dict(zip(_POLICY_FIELDS, _policy_values(policy), strict=True))
-    return PolicyLineage(**{**values, **changes})
 
 
 def _take_claim(policy: PolicyLineage, claim: RunClaimed, at: Position) -> PolicyLineage:
@@ -436,8 +436,8 @@ def _boot_version(policy: PolicyLineage, claim: RunClaimed, boot: RunVersion, ep
 
 
 def _take_publication(policy: PolicyLineage, published: VersionPublished, at: Position) -> PolicyLineage:
-    ref = RunVersion(run=published.run, number=published.number)
-    version = Version(
+    ref = _ref(run=published.run, number=published.number)
+    version = _version(
         ref=ref,
         parent=policy.tip,
         kind=published.kind,
@@ -456,9 +456,10 @@ def _take_publication(policy: PolicyLineage, published: VersionPublished, at: Po
         head=published.event_id,
         tip=ref,
         versions=policy.versions.set(ref, version),
-        runs=policy.runs.set(published.run, Run(greatest=ref.number, superseded=run.superseded)),
+        runs=policy.runs.set(published.run, _run(greatest=ref.number, superseded=run.superseded)),
     )
-    return _move(after, LATEST, after.latest_target(), published.event_id, at)
+    # The newest version is the tip, and nobody can have quarantined or retired it yet.
+    return _move(after, LATEST, ref, published.event_id, at)
 
 
 def _take_anchor(policy: PolicyLineage, added: AnchorAdded, at: Position) -> PolicyLineage:

@@ -11,13 +11,12 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from stitch.core.errors import LogDiverged, StitchError, Unavailable, UnreadableEvent
 from stitch.core.events import Event
 from stitch.core.ids import Offset
-from stitch.core.lineage import Position
+from stitch.core.lineage import Position, make_position
 from stitch.log.events import read
 from stitch.log.port import Bounds, EventLog, Record, Stream
 from stitch.wire.codec import Skipped
@@ -39,14 +38,6 @@ _THINNED: Final = frozenset({Stream.POINTERS, Stream.ACTIVATIONS, Stream.ROLLOUT
 S = TypeVar("S")
 Fold = Callable[[S, Event, Position], S]
 Listener = Callable[[Event, Position], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The last record that was read: what a resumed reader must find again."""
-
-    offset: Offset
-    event_id: bytes
 
 
 class Follower(Generic[S]):
@@ -79,7 +70,8 @@ class Follower(Generic[S]):
         self._fold, self._start = fold, start
         self._position: Offset | None = None
         self._end: Offset | None = None
-        self._mark: Mark | None = None
+        self._mark: Record | None = None
+        """The last record that was read: what a resumed reader must find again."""
         self._changed = asyncio.Condition()
 
     @property
@@ -193,7 +185,7 @@ class Follower(Generic[S]):
             f"recreated. {WAY_OUT}"
         )
 
-    async def _meet_mark(self, found: Sequence[Record], mark: Mark) -> None:
+    async def _meet_mark(self, found: Sequence[Record], mark: Record) -> None:
         """What a resumed reader finds first must be the record that was read last; in a thinned stream that one may be gone, but no
         other can ever be in its place."""
         first = found[0] if found else None
@@ -206,12 +198,12 @@ class Follower(Generic[S]):
             raise Unavailable(f"{self.stream}: record {mark.offset} was not read again in time")
         raise self._replaced(mark, bounds)
 
-    async def _take_or_diverge(self, record: Record, mark: Mark) -> None:
-        if record.offset == mark.offset and _event_id(record) != mark.event_id:
+    async def _take_or_diverge(self, record: Record, mark: Record) -> None:
+        if record.offset == mark.offset and _event_id(record) != _event_id(mark):
             raise self._replaced(mark, await self.log.bounds(self.stream))
         self._take(record)
 
-    def _replaced(self, mark: Mark, bounds: Bounds) -> LogDiverged:
+    def _replaced(self, mark: Record, bounds: Bounds) -> LogDiverged:
         return LogDiverged(
             f"{self.stream}: record {mark.offset} is no longer the one that was read before (the log now holds "
             f"{bounds.start} to {bounds.end}): it was truncated or recreated. {WAY_OUT}"
@@ -221,14 +213,14 @@ class Follower(Generic[S]):
         if self._mark is not None and record.offset <= self._mark.offset:
             return  # read again, since the reader was replaced
         event = read(record)
-        at = Position(offset=record.offset, time_ms=record.time_ms)
+        at = make_position(offset=record.offset, time_ms=record.time_ms)
         if isinstance(event, Skipped):
             self.skipped[event.type] = self.skipped.get(event.type, 0) + 1
         else:
             self.state = self._fold(self.state, event, at)
             for listener in self.listeners:
                 listener(event, at)
-        self._mark = Mark(offset=record.offset, event_id=_event_id(record))
+        self._mark = record
 
     async def _set(
         self, *, position: Offset | None = None, error: StitchError | None = None, frozen: StitchError | None = None

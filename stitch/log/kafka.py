@@ -18,6 +18,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from stitch.core.errors import InvalidRequest, LogDiverged, Unavailable
+from stitch.core.frozen import maker
 from stitch.core.ids import Offset
 from stitch.log.kafka_append import REFUSALS, Appender, describe
 from stitch.log.kafka_identity import topic_id
@@ -211,6 +212,8 @@ class _KafkaReader(Reader):
         self._answered_at = 0.0
         """Monotonic time at which the broker was last known to answer."""
         self._answer_stamp: int | None = None
+        self._checked_stamp: int | None = None
+        """Of the answer up to which the topic is known to be the same."""
         self._end: int | None = None
         self._topic_id: bytes | None = None
 
@@ -257,7 +260,7 @@ class _KafkaReader(Reader):
             raise as_ours(self._log._settings, error) from error
         if fresh:
             self._answered_at = time.monotonic()
-            self._answer_stamp = None
+            self._answer_stamp = self._checked_stamp = None
         return consumer
 
     async def _poll(self, deadline: float, max_records: int) -> Sequence[Record]:
@@ -270,10 +273,12 @@ class _KafkaReader(Reader):
             found = await consumer.getmany(self._partition, timeout_ms=int(wait_s * 1000), max_records=max_records)
             # Beyond the last record, where control batches or compacted entries follow it.
             position = await consumer.position(self._partition)
+            stamp = consumer.last_poll_timestamp(self._partition)
             records = [_record(self._stream, each) for each in found.get(self._partition, ())]
-            self._check_answers(consumer, bool(records))
-            if position != self._position:
-                await self._check_topic(consumer)
+            self._check_answers(stamp, bool(records))
+            if position != self._position and stamp != self._checked_stamp:
+                await self._check_topic(consumer)  # once for the several polls that one answer of the broker may fill
+                self._checked_stamp = stamp
             self._position, self._end = position, consumer.highwater(self._partition)
             if records or time.monotonic() >= deadline:
                 return records
@@ -287,9 +292,8 @@ class _KafkaReader(Reader):
             self._consumer.discard()
             raise LogDiverged(f"{self._log.url}: the topic of {self._stream} was deleted and made again while it was read")
 
-    def _check_answers(self, consumer: Any, found: bool) -> None:
+    def _check_answers(self, stamp: int | None, found: bool) -> None:
         """Unavailable where brokers stopped answering; aiokafka would go on trying without a word."""
-        stamp = consumer.last_poll_timestamp(self._partition)
         now = time.monotonic()
         if found or stamp != self._answer_stamp:
             self._answer_stamp = stamp
@@ -306,19 +310,15 @@ class _KafkaReader(Reader):
 
 
 def _record(stream: Stream, found: Any) -> Record:
-    return Record(
-        stream=stream,
-        offset=Offset(found.offset),
-        time_ms=found.timestamp,
-        key=(found.key or b"").decode(errors="replace"),  # a stranger's key; Stitch's own are text
-        value=found.value or b"",
-        headers=found.headers
-        if all(map(_has_value, found.headers))
-        else _filled(found.headers),  # mostly as they came: it is quicker
-    )
+    headers = found.headers
+    if not all(map(_value, headers)):  # hardly ever, and it is quicker to leave them as they are
+        headers = _filled(headers)
+    key = (found.key or b"").decode("utf-8", "replace")  # a stranger's key; Stitch's own are text
+    return _made(stream=stream, offset=found.offset, time_ms=found.timestamp, key=key, value=found.value or b"", headers=headers)
 
 
-_has_value: Final = itemgetter(1)
+_made: Final = maker(Record)
+_value: Final = itemgetter(1)
 
 
 def _filled(headers: Sequence[tuple[str, bytes | None]]) -> Headers:

@@ -110,6 +110,7 @@ async def topic_id(client: Any, partition: TopicPartition) -> bytes | None:
     to an older one, never to a newer. Waits LEADER_S for a leader that answers. Raises KafkaError.
     """
     last: KafkaError | None = None
+    pause = 0.0  # at first: a client that was just started has not asked for the leader yet
     try:
         async with asyncio.timeout(LEADER_S):
             while True:
@@ -119,7 +120,8 @@ async def topic_id(client: Any, partition: TopicPartition) -> bytes | None:
                     if not error.retriable:
                         raise
                     last = error
-                await asyncio.sleep(LEADER_AGAIN_S)
+                await asyncio.sleep(pause)
+                pause = LEADER_AGAIN_S
                 await client.force_metadata_update()
     except TimeoutError:
         raise (last or KafkaTimeoutError(f"no answer about {partition.topic}")) from None

@@ -49,9 +49,10 @@ async def pages(
             records = await reader.poll(min(POLL_S, remaining))
             if reader.position > position:
                 stalled = loop.time() + STALL_S
-            page = [record for record in records if record.offset < until]
-            if page:
-                yield page
+            if records and records[-1].offset >= until:
+                records = [record for record in records if record.offset < until]
+            if records:
+                yield records
 
 
 async def read_all(

@@ -24,7 +24,7 @@ def constructor(kind: type[Any]) -> Build:
     """
     hints = get_type_hints(kind)
     names = tuple(f.name for f in fields(kind))
-    builds = tuple((name, build) for name in names if (build := _builder(hints[name])) is not None)
+    builds = tuple((name, build) for name in names if (build := builder(hints[name])) is not None)
 
     def make(body: dict[str, Any]) -> Any:
         for name, build in builds:
@@ -39,12 +39,12 @@ def constructor(kind: type[Any]) -> Build:
     return make
 
 
-def _builder(hint: Any) -> Build | None:
+def builder(hint: Any) -> Build | None:
     """What makes a value, other than None, of the type; None where the value is right as it is."""
     hint = getattr(hint, "__supertype__", hint)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        inner = [_builder(arg) for arg in get_args(hint) if arg is not NoneType]
+        inner = [builder(arg) for arg in get_args(hint) if arg is not NoneType]
         if len(inner) != 1:
             raise TypeError(f"{hint}: only one type, or none, can be told apart")
         return inner[0]
@@ -52,9 +52,9 @@ def _builder(hint: Any) -> Build | None:
         item, *rest = get_args(hint)
         if rest != [...]:
             raise TypeError(f"{hint}: only tuples of any length are read")
-        return _tuple_of(_builder(item))
+        return _tuple_of(builder(item))
     if origin is not None:
-        if not issubclass(origin, Mapping) or any(_builder(arg) is not None for arg in get_args(hint)):
+        if not issubclass(origin, Mapping) or any(builder(arg) is not None for arg in get_args(hint)):
             raise TypeError(f"{hint}: only maps of plain values are read")
         return None
     if isinstance(hint, type) and is_dataclass(hint):

@@ -38,9 +38,12 @@ from stitch.core.events import (
 )
 from stitch.core.pointers import pointer_key
 from stitch.wire.build import constructor
+from stitch.wire.readers import REFUSALS, Read, reader
 from stitch.wire.schemas import FIRST_LEVEL, Registry, Schema, registry
 
 MAGIC: Final = b"\xc3\x01"
+BODY: Final = 10
+"""Where a record's body begins: after MAGIC and the schema's fingerprint."""
 CONTENT_TYPE: Final = "application/avro"
 MAX_RECORD_BYTES: Final = 1024 * 1024
 """Kafka's default bound on a record; no event comes near it."""
@@ -87,7 +90,10 @@ class Codec:
     def __init__(self, schemas: Registry, events: Mapping[str, type[Event]]) -> None:
         self._schemas = schemas
         self._names = {kind: name for name, kind in events.items()}
+        self._events = dict(events)
         self._build = {name: constructor(kind) for name, kind in events.items()}
+        self._readers: dict[bytes, Read | None] = {}
+        """By what a record begins with; made when first needed, since a process meets few of all schemas."""
 
     def encode(
         self,
@@ -107,15 +113,30 @@ class Codec:
 
     def decode(self, value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Event | Skipped:
         """As the function of this name."""
-        schema = self._schemas.by_fingerprint.get(value[2:10]) if value[:2] == MAGIC else None
+        read = self._readers.get(value[:BODY])
+        if read is None:
+            return self._decode(value, headers)
+        try:
+            event: Event = read(value, BODY)
+        except REFUSALS:
+            return self._decode(value, headers)  # it knows what is wrong, if anything is
+        return event
+
+    def _decode(self, value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Event | Skipped:
+        """The plain way to the event of a record."""
+        schema = self._schemas.by_fingerprint.get(value[2:BODY]) if value[:2] == MAGIC else None
         try:
             if schema is None:
                 raise _unknown(value, headers)
-            return self._structure(value[10:], schema)
+            event = self._structure(value[BODY:], schema)
         except UnreadableEvent as error:
             if ("ce_stitchoptional", b"true") in headers:
                 return Skipped(type=_type(headers), reason=str(error))
             raise
+        if value[:BODY] not in self._readers:
+            newest, kind = self._schemas.newest[schema.event], self._events[schema.event]
+            self._readers[value[:BODY]] = reader(schema, newest, kind)
+        return event
 
     def _fitting(self, event: Event, level: int) -> tuple[Schema, bytes]:
         """The oldest schema that loses nothing of the event, and the event's bytes by it."""
@@ -193,7 +214,7 @@ def _unknown(value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Unreadable
     """Why no schema was found for the record."""
     if value[:2] != MAGIC:
         return UnreadableEvent(f"event {_type(headers)}: not in Avro single-object encoding")
-    return UnreadableEvent(f"event {_type(headers)}: its schema {value[2:10].hex()} is none that this release knows; upgrade it")
+    return UnreadableEvent(f"event {_type(headers)}: its schema {value[2:BODY].hex()} is none that this release knows; upgrade it")
 
 
 def _write(fields: dict[str, Any], schema: Schema, *, strict: bool = True) -> bytes:

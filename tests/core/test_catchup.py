@@ -204,3 +204,16 @@ def test_no_way_is_cheaper(data: st.DataObject) -> None:
         assert delta.base.manifest.weights_digest == at
         at = delta.weights_digest
     assert at == target.weights_digest
+
+
+def test_a_chain_that_ends_behind_an_anchor_is_no_harm() -> None:
+    """What an anchor made needless is retired and deleted: its manifest is missing, or the chain is longer than it may be."""
+    versions = chain(100, 3, 4, 5)
+    added = {versions[2].weights_digest: version(102, 90, None, like=versions[2])}
+    for known in (versions[2:], versions[1:]):
+        assert numbers(plan(versions[3], resolver(known), local={}, anchors=added)) == (102, [3])
+    with pytest.raises(CorruptObject, match="r/weight_v000002: the manifest of its base r/weight_v000001 is missing"):
+        plan(versions[3], resolver(versions[2:]), local={})
+    long = chain(100, *[1] * (MAX_CHAIN + 10))
+    local = {long[-2].weights_digest: 1_000}
+    assert numbers(plan(long[-1], resolver(long), local=local)) == (None, [MAX_CHAIN + 10])

@@ -192,6 +192,14 @@ def test_finds_a_collector_that_goes_by_grace_alone() -> None:
     assert "I1" in str(found(ByGrace(SCOPES["collector"])).broken)
 
 
+def test_finds_a_collector_that_takes_a_base_before_its_claim_landed() -> None:
+    class Hasty(Protocol):
+        def _how_collected(self, state: State) -> frozenset[str]:
+            return frozenset(key for key in state.store - self.needs(state.lineage).named if key.endswith(".base"))
+
+    assert "I1" in str(found(Hasty(SCOPES["base-checkpoint"])).broken)
+
+
 def test_finds_a_collector_that_forgets_that_aliases_share_bytes() -> None:
     class Careless(Protocol):
         def _how_collected(self, state: State) -> frozenset[str]:

@@ -38,10 +38,11 @@ DEFAULT: Final = (
     ),
     Scope(
         name="base-checkpoint",
+        # Bases are uploaded before the claim that names them, and collected only when none can name them any more.
         runs=("a", "a"),
         start="base",
         bases=("tip",),
-        faults=(("timeouts", 1), ("losses", 1)),
+        faults=(("timeouts", 1), ("losses", 1), ("collections", 1)),
     ),
     Scope(
         name="collector",

@@ -1,8 +1,8 @@
 """What may happen next: to records in flight, writers, the collector, pointers and replicas.
 
-The writers decide by the real `stitch.core.writer`, the pointers by the real `stitch.core.pointers`. The rest is what the design
-says that a publisher, a collector and a replica do around them; methods that begin with `_how` are the ones that the mutation
-checks replace.
+The writers decide by the real `stitch.core.writer`, the pointers by the real `stitch.core.pointers`, the collector by the real
+`stitch.core.retention`. The rest is what the design says that a publisher, a collector and a replica do around them; methods that
+begin with `_how` are the ones that the mutation checks replace.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stitch.core import lineage as folds
-from stitch.core import pointers, writer
+from stitch.core import pointers, retention, writer
 from stitch.core.errors import Fenced, VersionConflict
 from stitch.core.events import AnchorAdded, Decision, RunClaimed, RunVersion, VersionPublished, VersionRetired
+from stitch.core.fleet import Fleet
 from stitch.core.ids import LATEST, Epoch, EventId, RunId, VersionNumber, WriterId
 from stitch.core.lineage import PolicyLineage, Verdict
 from stitch.core.manifest import Kind, ManifestRef
@@ -345,11 +346,13 @@ class Protocol(World):
         return Step(f"{event.writer} appends {describe(event)}", self._spend(_send(state, number), budget), True)
 
     def _how_collected(self, state: State) -> frozenset[str]:
-        """Rules 2 and 7: what only retired versions name, and what no accepted version names once its epoch is over."""
+        """Rules 2 and 7 by the real judgement, where every grace is over."""
+        policy = self.policy(state.lineage)
         needs = self.needs(state.lineage)
-        epoch = self.policy(state.lineage).epoch
-        over = {key for key in state.store - needs.named if 0 < _epoch_of(key) < epoch}
-        return frozenset((needs.free & state.store) | over)
+        due = retention.due(policy, Fleet(), now_ms=0, grace_ms=0)
+        kept = needs.named - needs.free
+        judged = {key: retention.judge(policy, _attempt_of(key), named=key in kept, due=due).fate for key in state.store}
+        return frozenset(key for key, fate in judged.items() if fate is retention.Fate.FREE)
 
     # --- pointers and replicas ---
 
@@ -458,6 +461,13 @@ def _send(state: State, event: int) -> State:
     return state._replace(flying=tuple(sorted((*state.flying, event))))
 
 
-def _epoch_of(key: str) -> int:
-    """The epoch in a manifest's key; 0 for a base checkpoint, which has none."""
-    return int(key.split(".e")[1].split(".")[0]) if ".e" in key else 0
+def _attempt_of(key: str) -> retention.Attempt:
+    """Where the bytes of a manifest's key lie: `a/1.e2.full`, `a/weight_v000001.e2.anchor` or `a/0.base`."""
+    place, how, *_ = key.split(".")
+    run, _, number = place.rpartition("/")
+    return retention.Attempt(
+        run=RunId(run),
+        number=VersionNumber(int(number.removeprefix("weight_v"))),
+        epoch=None if how == "base" else Epoch(int(how.removeprefix("e"))),
+        base="0" * 16 if how == "base" else None,
+    )

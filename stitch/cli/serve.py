@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -25,6 +26,21 @@ from stitch.cli.options import (
     token_option,
 )
 from stitch.core.errors import InvalidRequest
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i)?)?B?")
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, with or without a unit: 5000000000, 300GB, 64 MiB."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no number of bytes; write it as 5000000000, 300GB or 64MiB")
+    number, prefix, binary = found.groups()
+    power = " KMGTP".index(prefix.upper()) if prefix else 0
+    size = int(float(number) * (1024 if binary else 1000) ** power)
+    if size <= 0:
+        raise click.BadParameter(f"{text!r} is not above 0")
+    return size
 
 
 def _announce(kind: str, as_json: bool) -> Any:
@@ -108,6 +124,35 @@ def gateway(
 @click.option(
     "--base", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A checkpoint at hand, used if it is one."
 )
+@click.option(
+    "--verify",
+    type=click.Choice(["full", "incremental"]),
+    default="full",
+    show_default=True,
+    help="What is read again before the engine loads a version: every byte, or what changed (then all of it at --scrub-interval).",
+)
+@click.option(
+    "--scrub-interval",
+    type=click.FloatRange(min=0, min_open=True),
+    default=900.0,
+    show_default=True,
+    help="Seconds between two readings of all that is staged, with --verify incremental.",
+)
+@click.option(
+    "--single-buffer",
+    is_flag=True,
+    help="Keep the model once on the disk, not twice, and change it while the engine serves from its memory: going back to an "
+    "older version, or a staging that fails half-way, then costs a whole download. Not for engines that map their files.",
+)
+@click.option(
+    "--disk-budget",
+    type=_bytes,
+    metavar="BYTES",
+    help="Most bytes that the workdir may hold, such as 300GB (default: what is free).",
+)
+@click.option(
+    "--memory-budget", type=_bytes, metavar="BYTES", help="Most bytes that decoding takes beside mapped files, such as 64MiB."
+)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")
 @click.option("--advertise-url", metavar="URL", help="Where gateways reach it (default: http://$POD_IP:PORT, else host and port).")
@@ -147,6 +192,7 @@ def replica(**given: Any) -> int:
 def _replica_config(given: dict[str, Any]) -> Any:
     from stitch.core.ids import channel_name, policy_id, pool_name, replica_id
     from stitch.replica.config import AuditMode, KvScope, Mode, ReplicaConfig
+    from stitch.weights.verify import Verify
 
     name = replica_id(given["replica_name"] or _default_name())
     return ReplicaConfig(
@@ -164,6 +210,11 @@ def _replica_config(given: dict[str, Any]) -> Any:
         engine_url=given["engine_url"],
         command=tuple(given["command"]),
         base=given["base"],
+        single_buffer=given["single_buffer"],
+        verify=Verify(given["verify"]),
+        scrub_seconds=given["scrub_interval"],
+        disk_budget=given["disk_budget"],
+        memory_budget=given["memory_budget"],
         capacity=given["capacity"],
         mode=Mode(given["mode"]),
         kv_scope=KvScope(given["kv_scope"]),

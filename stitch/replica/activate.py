@@ -128,16 +128,16 @@ class Activation:
 
     # --- every other -------------------------------------------------------------------------------------------------------
 
-    async def change(self, path: Path | None, target: Target, probe: Probe | None) -> Swap:
+    async def change(self, path: Path | None, target: Target, probe: Probe | None, *, afresh: bool = False) -> Swap:
         """From what serves to `target`. `path` is None where the weights are the same, so that the label alone changes.
 
-        A version with probes is taken as in `quiesce` mode: nothing may be computed with it before they passed. Raises
-        ReplicaFailed.
+        A version with probes is taken as in `quiesce` mode: nothing may be computed with it before they passed. So it is where
+        the engine is loaded `afresh`, because what it holds is in doubt: nothing that it computed lives on. Raises ReplicaFailed.
         """
         old = self._gate.serving
         assert old is not None
         swaps = path is not None
-        everything = old.ref.run != target.ref.run or (swaps and (self._quiesce or probe is not None))
+        everything = old.ref.run != target.ref.run or (swaps and (self._quiesce or afresh or probe is not None))
         self._gate.leave_for(target.ref)
         try:
             left = await self._drain(target, everything=everything)
@@ -150,7 +150,7 @@ class Activation:
             return Swap(pause_ms=pause_ms, refused=f"{len(left)} requests did not end, though they were given up")
         if path is None:
             return await self._supervised(self._relabel(old, target), self._config.swap_seconds)
-        carry = None if self._quiesce or probe is not None else self._engine.carry_mode
+        carry = None if self._quiesce or afresh or probe is not None else self._engine.carry_mode
         return await self._supervised(self._load(old, path, target, probe, carry), self._config.swap_seconds)
 
     async def _drain(self, target: Target, *, everything: bool) -> set[Ticket]:

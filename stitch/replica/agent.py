@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stitch.core.errors import Fenced, StitchError
+from stitch.core.errors import Fenced, InvalidRequest, StitchError
 from stitch.core.events import Phase, RunVersion, Transition
 from stitch.engines.opening import open_engine
 from stitch.engines.port import Engine
@@ -28,11 +28,11 @@ from stitch.replica.gate import Gate
 from stitch.replica.probes import run_probes
 from stitch.replica.reconciler import Reconciler
 from stitch.replica.supervisor import Supervisor, command_of
-from stitch.replica.targets import Target, target_at
+from stitch.replica.targets import Serving, Target, target_at
 from stitch.replica.watchdog import watch
 from stitch.store.manifests import read_manifest
 from stitch.store.port import BlobStore
-from stitch.weights.staging import Staged, Staging, StagingCancelled
+from stitch.weights.staging import Staged, Staging, StagingCancelled, Verify
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ class Agent:
         """Held while the engine is being changed: the watchdog does not judge it then."""
         self._following: asyncio.Task[None] | None = None
         self._taking: RunVersion | None = None
+        self._doubt = asyncio.Event()
+        """Set where the buffer that the engine was loaded from proved damaged: the version is built anew and loaded again."""
         self._leaving = False
 
     # --- life --------------------------------------------------------------------------------------------------------------
@@ -137,6 +139,8 @@ class Agent:
     async def _live(self, tasks: asyncio.TaskGroup) -> None:
         await self._come_up()
         tasks.create_task(self._watch_engine(), name="watchdog")
+        if self._config.verify is Verify.INCREMENTAL:
+            tasks.create_task(self._scrub(), name="scrub")
         await self._follow()
 
     # --- the first version -------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ class Agent:
         for version in lineage.path(target.ref if target.ref in lineage.versions else None):
             if lineage.eligible(version.ref) and not self._budget.held(version.ref):
                 log.warning("%s is held back: it failed before; taking %s", target.ref, version.ref)
-                return target_at(lineage, version.ref, target.generation, target.sequence)
+                return target_at(lineage, version.ref, target.generation, target.sequence, target.offset)
         return target
 
     async def _start(self, target: Target, staged: Staged, probes: Probes) -> bool:
@@ -184,7 +188,7 @@ class Agent:
         if swap.refused is not None:
             self._note_refusal(Phase.LOADING, swap)
             return False
-        self.staging.mark_active(staged)
+        self._mark_active(staged)
         self.caught_up = True
         self._note_activation(target, swap)
         return True
@@ -223,8 +227,8 @@ class Agent:
         while not self._leaving:
             serving = self.gate.serving
             assert serving is not None
-            target = await self.reconciler.newer_than(serving.target.order)
-            if target.ref == serving.ref:
+            target = await self._next_target(serving)
+            if target.ref == serving.ref and not self._doubt.is_set():
                 self._keep(target)
                 continue
             if await self._take(target):
@@ -232,6 +236,20 @@ class Agent:
                 continue
             await self._pause_for(delay, target)
             delay = min(2 * delay, BACKOFF_SECONDS[1])
+
+    async def _next_target(self, serving: Serving) -> Target:
+        """A newer target; or what serves, where it is to be loaded again."""
+        newer = asyncio.create_task(self.reconciler.newer_than(serving.target.order))
+        doubt = asyncio.create_task(self._doubt.wait())
+        try:
+            await asyncio.wait({newer, doubt}, return_when=asyncio.FIRST_COMPLETED)
+            if newer.done():
+                return newer.result()
+        finally:
+            newer.cancel()
+            doubt.cancel()
+        known = self.reconciler.target
+        return known if known is not None and known.ref == serving.ref else serving.target
 
     def _keep(self, target: Target) -> None:
         """The channel moved to what serves already."""
@@ -249,7 +267,7 @@ class Agent:
             return False
         staged: Staged | None = None
         probes: Probes = ()
-        if target.manifest.weights_digest == serving.weights_digest:
+        if target.manifest.weights_digest == serving.weights_digest and not self._doubt.is_set():
             self.announcer.state.target = target.ref
         else:
             found = await self._stage(target)
@@ -275,16 +293,23 @@ class Agent:
         path = None if staged is None else staged.path
         async with self._busy:
             self._say(Phase.ACTIVATING, Transition.ACTIVATION_STARTED)
-            swap = await self._shielded(self._activation.change(path, target, self._probe(probes)))
+            swap = await self._shielded(self._activation.change(path, target, self._probe(probes), afresh=self._doubt.is_set()))
         self._budget.release()
         self.last_pause_ms = swap.pause_ms
         if swap.refused is not None:
             self._note_refusal(Phase.SERVING, swap)
             return False
         if staged is not None:
-            self.staging.mark_active(staged)
+            self._doubt.clear()
+            self._mark_active(staged)
         self._note_activation(target, swap)
         return True
+
+    def _mark_active(self, staged: Staged) -> None:
+        try:
+            self.staging.mark_active(staged)
+        except InvalidRequest:  # while it was loaded, a scrub found its buffer damaged
+            self._doubt.set()
 
     # --- staging -----------------------------------------------------------------------------------------------------------
 
@@ -323,6 +348,8 @@ class Agent:
                 # A thread cannot be killed: it looks at `cancelled` between tensors, and must end before the store is closed.
                 await asyncio.wait({staging})
                 staging.exception()
+        staged = found[0]
+        log.info("staged %s in %.2f s: %d bytes downloaded", staged.ref, staged.seconds, staged.bytes_downloaded)
         state.staged = target.ref
         self._say(self.phase, Transition.STAGED)
         return found
@@ -334,10 +361,10 @@ class Agent:
         return staged, read_manifest(self._store, target.manifest).probes
 
     async def _pause_for(self, seconds: float, target: Target) -> None:
-        """After a failure: the next attempt comes later, or with a newer target."""
+        """After a failure: the next attempt comes later, with a newer target, or with another way to the same."""
         try:
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.25)):  # noqa: S311 # jitter, no secret
-                await self.reconciler.newer_than(target.order)
+                await self.reconciler.other_than(target)
         except TimeoutError:
             return
 
@@ -379,6 +406,25 @@ class Agent:
             failures=self._config.watchdog_failures,
             ended=self._supervisor.ended if self._supervisor is not None else None,
         )
+
+    async def _scrub(self) -> None:
+        """Reads what is staged now and then, where a staging alone does not; `Staging.scrub` says what that finds."""
+        while True:
+            await asyncio.sleep(self._config.scrub_seconds * random.uniform(0.75, 1.25))  # noqa: S311 # jitter, no secret
+            stopped = threading.Event()
+            reading = asyncio.create_task(asyncio.to_thread(self.staging.scrub, stopped=stopped.is_set), name="scrubbing")
+            try:
+                found = await asyncio.shield(reading)
+            finally:
+                stopped.set()
+                if not reading.done():
+                    await asyncio.wait({reading})
+                    reading.exception()
+            for damage in found:
+                self.last_error = f"buffer {damage.buffer} was damaged: {damage.what}"
+                if damage.active:
+                    log.error("what the engine was loaded from is damaged: it is built anew, and loaded again")
+                    self._doubt.set()
 
     # --- telling -----------------------------------------------------------------------------------------------------------
 

@@ -176,6 +176,7 @@ class ReplicaApp:
             ("stitch_replica_activations_total", "counter", agent.activations),
             ("stitch_replica_last_pause_milliseconds", "gauge", agent.last_pause_ms or 0.0),
             ("stitch_replica_untruthful_total", "counter", self._proxy.untruthful),
+            ("stitch_replica_buffers_damaged_total", "counter", agent.staging.damages),
             ("stitch_replica_audit_written_total", "counter", self._audit.written),
             ("stitch_replica_audit_dropped_total", "counter", self._audit.dropped),
         ]

@@ -13,6 +13,7 @@ from stitch.core.errors import InvalidRequest
 from stitch.core.fleet import SLOT_MS
 from stitch.core.ids import LATEST, ChannelName, PolicyId, PoolName, ReplicaId
 from stitch.log.views import LONGEST_HEARTBEAT_MS
+from stitch.weights.verify import Verify
 
 DEFAULT_POOL: Final = PoolName("default")
 DEFAULT_CAPACITY: Final = 256
@@ -21,6 +22,8 @@ REFERENCE: Final = "reference"
 """The engine that a replica can start without being told how."""
 MODEL_FIELD: Final = "{model}"
 PORT_FIELD: Final = "{port}"
+SCRUB_SECONDS: Final = 900.0
+"""Between two scrubs: a model of 140 GB takes one core a minute or so at half speed, less than a tenth of the time."""
 
 
 class Mode(StrEnum):
@@ -72,6 +75,18 @@ class ReplicaConfig:
     engine_url: str | None = None
     command: tuple[str, ...] = ()
     base: Path | None = None
+    """A checkpoint at hand, which spares the download of a version with the same weights."""
+    single_buffer: bool = False
+    """Stage into the files of the version that serves, for disks that hold the model once: see `stitch.weights.staging`."""
+    verify: Verify = Verify.FULL
+    """What is read again before the engine is given a version: every byte, or what changed; the rest then by scrubs."""
+    scrub_seconds: float = SCRUB_SECONDS
+    """Between two readings of all that is staged, where `verify` is incremental."""
+    disk_budget: int | None = None
+    """Bytes that `workdir` may hold. About one model and its newest deltas per buffer, and one model more while an anchor of
+    another model is loaded. None: as many as the disk has."""
+    memory_budget: int | None = None
+    """Bytes that decoding deltas may take beside mapped files; None: what a thread per core takes."""
     capacity: int = DEFAULT_CAPACITY
     mode: Mode = Mode.IN_PLACE
     kv_scope: KvScope = KvScope.SESSION
@@ -114,9 +129,21 @@ class ReplicaConfig:
                 f"heartbeat: {self.heartbeat_seconds} s is not above 0 and up to {LONGEST_HEARTBEAT_MS / 1000:g}",
                 field="heartbeat_seconds",
             )
-        for name in ("reconcile_seconds", "drain_seconds", "swap_seconds", "gate_wait_seconds", "boot_seconds", "slot_seconds"):
+        for name in (
+            "reconcile_seconds",
+            "drain_seconds",
+            "swap_seconds",
+            "gate_wait_seconds",
+            "boot_seconds",
+            "slot_seconds",
+            "scrub_seconds",
+        ):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name}: not above 0", field=name)
+        for name in ("disk_budget", "memory_budget"):
+            budget = getattr(self, name)
+            if budget is not None and budget <= 0:
+                raise InvalidRequest(f"{name}: {budget} bytes is not above 0", field=name)
 
     @property
     def supervised(self) -> bool:

@@ -24,6 +24,7 @@ from stitch.replica.gate import Gate
 from stitch.replica.proxy import Proxy
 from stitch.replica.reconciler import Reconciler
 from stitch.store.opening import open_store
+from stitch.weights import kernels
 from stitch.weights.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,17 @@ async def _build(config: ReplicaConfig, stack: AsyncExitStack, events: EventLog 
         except Unavailable as error:
             log.warning("the log is away: %s; going on, and trying again", error)
     store = stack.enter_context(open_store(config.store))
-    staging = await asyncio.to_thread(Staging, config.workdir, store, base=config.base)
+    kernels.warm()  # compiled while the first version comes
+    staging = await asyncio.to_thread(
+        Staging,
+        config.workdir,
+        store,
+        base=config.base,
+        buffers=1 if config.single_buffer else 2,
+        verify=config.verify,
+        disk_budget=config.disk_budget,
+        memory_budget=config.memory_budget,
+    )
     stack.callback(staging.close)
     upstream = await stack.enter_async_context(Upstream())
     return _Replica(config, events, upstream, Disk(store=store, staging=staging, upstream=upstream))

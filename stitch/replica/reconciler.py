@@ -84,6 +84,12 @@ class Reconciler:
                 await self._changed.wait()
             return self.target
 
+    async def other_than(self, target: Target) -> None:
+        """Waits until there is a newer target, or the same with other anchors: what could not be staged may be staged then."""
+        async with self._changed:
+            while self.target is None or not (self.target.order > target.order or self.target.better_than(target)):
+                await self._changed.wait()
+
     async def _watch_log(self) -> None:
         while True:
             seen = self._follower.state
@@ -140,7 +146,10 @@ class Reconciler:
         await asyncio.sleep(random.uniform(0, self._interval))  # noqa: S311 # jitter, no secret
 
     async def _offer(self, target: Target | None) -> None:
-        if target is None or (self.target is not None and target.order <= self.target.order):
+        """Takes what is further, and of the same what was told later: a compaction adds a nearer anchor without moving the channel.
+        That is no news to whoever waits for a newer target, so nothing is staged or loaded again."""
+        known = self.target
+        if target is None or (known is not None and target.order <= known.order and not target.better_than(known)):
             return
         self.target = target
         async with self._changed:

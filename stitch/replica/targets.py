@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stitch.core.events import ChannelPointer, RunVersion
-from stitch.core.ids import ChannelName, Digest, Generation, Sequence
+from stitch.core.ids import ChannelName, Digest, Generation, Offset, Sequence
 from stitch.core.lineage import PolicyLineage
 from stitch.core.manifest import ManifestRef
 
@@ -20,10 +20,12 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What the replica's channel names. `anchors` are full forms that the chain of manifests does not show."""
+    """What the replica's channel names. `anchors` are full forms that the chain of manifests does not show; `offset` is that of
+    the decision behind it, which moved the channel or added a nearer anchor to where it stands."""
 
     generation: Generation
     sequence: Sequence
+    offset: Offset
     ref: RunVersion
     manifest: ManifestRef
     anchors: tuple[ManifestRef, ...] = ()
@@ -33,6 +35,10 @@ class Target:
     def order(self) -> tuple[int, int]:
         """Of two, the greater is followed."""
         return (self.generation, self.sequence)
+
+    def better_than(self, other: Target) -> bool:
+        """Whether it names the same, told later: with anchors that the other did not know, and without those that may go."""
+        return self.order == other.order and self.offset > other.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +63,16 @@ def target_of_log(lineage: PolicyLineage, channel: ChannelName, generation: Gene
     known = lineage.channels.get(channel)
     if known is None or known.target is None:
         return None
-    return target_at(lineage, known.target, generation, known.sequence)
+    return target_at(lineage, known.target, generation, known.sequence, known.position.offset)
 
 
-def target_at(lineage: PolicyLineage, ref: RunVersion, generation: Generation, sequence: Sequence) -> Target:
+def target_at(lineage: PolicyLineage, ref: RunVersion, generation: Generation, sequence: Sequence, offset: Offset) -> Target:
     """The version as a target of that order."""
     added = tuple(version.anchor for version in lineage.chain(ref) if version.anchor is not None)
     return Target(
         generation=generation,
         sequence=sequence,
+        offset=offset,
         ref=ref,
         manifest=lineage.versions[ref].manifest,
         anchors=added,
@@ -79,6 +86,7 @@ def target_of_pointer(pointer: ChannelPointer) -> Target:
     return Target(
         generation=pointer.generation,
         sequence=pointer.sequence,
+        offset=pointer.offset,
         ref=pointer.target,
         manifest=pointer.manifest,
         anchors=() if own else (pointer.anchor_manifest,),

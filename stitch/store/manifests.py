@@ -124,7 +124,7 @@ def verify_version(store: BlobStore, ref: ManifestRef, *, deep: bool = False) ->
         manifest = read_manifest(store, ref)
     except KeyError:
         raise CorruptObject(f"manifest {ref.key} is missing") from None
-    _check_keys(store, manifest, None)
+    _check_keys(store, manifest, None, written=True)
     for file in (*manifest.weights, *manifest.files):
         entry = store.stat(file.key)
         if entry is None:
@@ -152,12 +152,20 @@ def _ref(manifest: Manifest, data: bytes) -> ManifestRef:
     return ManifestRef(key=manifest_key(prefix_of(manifest), digest), digest=digest, weights_digest=manifest.weights_digest)
 
 
-def _check_keys(store: BlobStore, manifest: Manifest, base: Manifest | None) -> None:
-    """Nothing is shared sideways: an object goes when the last version that names it, or builds on it, goes."""
+def _check_keys(store: BlobStore, manifest: Manifest, base: Manifest | None, *, written: bool = False) -> None:
+    """Nothing is shared sideways: an object goes when the last version that names it, or builds on it, goes.
+
+    Of one that was `written`, the base may be gone: its version has an anchor since, and the base was retired.
+    """
     prefix = prefix_of(manifest)
     inherited = [file for file in manifest.files if file.key != object_key(prefix, file.blake3)]
     if inherited and base is None and manifest.base is not None:
-        base = read_manifest(store, manifest.base.manifest)
+        try:
+            base = read_manifest(store, manifest.base.manifest)
+        except KeyError:
+            if not written:
+                raise
+            inherited = []
     offered = {(file.key, file.size, file.blake3) for file in base.files} if base is not None else set()
     strays = [file for file in inherited if (file.key, file.size, file.blake3) not in offered]
     strays += [file for file in manifest.weights if file.key != object_key(prefix, file.blake3)]

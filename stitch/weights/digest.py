@@ -16,6 +16,7 @@ from stitch.core.errors import CorruptObject
 from stitch.core.ids import StateDigest
 from stitch.core.manifest import TensorSpec, weights_digest
 from stitch.weights.host import HostTensor
+from stitch.weights.kernels import fast
 
 __all__ = ["check_tensor", "spec_of", "specs", "state_digest", "weights_digest"]
 
@@ -38,34 +39,49 @@ _table: _Words = np.empty(0, _U64)
 def state_digest(data: memoryview | bytes) -> StateDigest:
     """Of a tensor's little-endian, contiguous bytes. Memory beyond the bytes themselves is bounded."""
     view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-    whole = view.nbytes // _WORD_BYTES
-    words: _Words = np.frombuffer(view[: whole * _WORD_BYTES], _U64) if whole else np.empty(0, _U64)
-    size = max(1, min(_BLOCK_WORDS, whole))
-    counter: _Words = np.arange(size, dtype=_U64)
+    return add_to_state(StateDigest(f"{0:016x}"), word_sum(np.frombuffer(view, np.uint8)))
+
+
+def add_to_state(state: StateDigest, change: int) -> StateDigest:
+    """The digest after its sum changed by so much, of either sign and any size."""
+    return StateDigest(f"{(int(state, 16) + change) % 2**64:016x}")
+
+
+def word_sum(data: np.ndarray[Any, np.dtype[np.uint8]], first_word: int = 0) -> int:
+    """The sum of the digest over bytes that begin at the word of that index, modulo 2^64; a last part of a word is padded."""
+    whole = data.nbytes // _WORD_BYTES
+    words = data[: whole * _WORD_BYTES]
+    compiled = fast(data.nbytes)
+    total = compiled.word_sum(words, first_word) if compiled is not None else _sum_blocks(words.view(_U64), first_word)
+    tail = data[whole * _WORD_BYTES :].tobytes()
+    if tail:
+        last: _Words = np.array([first_word + whole], _U64)
+        mix_words(last)
+        last ^= np.frombuffer(tail.ljust(_WORD_BYTES, b"\0"), _U64)
+        mix_words(last)
+        total += int(last[0])
+    return total % 2**64
+
+
+def _sum_blocks(words: _Words, first_word: int) -> int:
+    size = max(1, min(_BLOCK_WORDS, words.size))
     mixed: _Words = np.empty(size, _U64)
     scratch: _Words = np.empty(size, _U64)
     total = 0
-    table = _mixed_indices(whole)
-    for start in range(0, whole, size):
+    table = _mixed_indices(first_word + words.size)
+    for start in range(0, words.size, size):
         block = words[start : start + size]
         out, spare = mixed[: block.size], scratch[: block.size]
-        if start + block.size <= table.size:
-            np.bitwise_xor(table[start : start + block.size], block, out=out)
+        index = first_word + start
+        if index + block.size <= table.size:
+            np.bitwise_xor(table[index : index + block.size], block, out=out)
         else:
-            np.add(counter[: block.size], np.uint64(start), out=out)
-            _mix(out, spare)
+            out[:] = np.arange(index, index + block.size, dtype=_U64)
+            mix_words(out, spare)
             np.bitwise_xor(out, block, out=out)
-        _mix(out, spare)
+        mix_words(out, spare)
         total += int(np.add.reduce(out, dtype=np.uint64))
-    tail = bytes(view[whole * _WORD_BYTES :])
-    if tail:
-        last: _Words = np.array([whole], _U64)
-        spare = np.empty(1, _U64)
-        _mix(last, spare)
-        last ^= np.frombuffer(tail.ljust(_WORD_BYTES, b"\0"), _U64)
-        _mix(last, spare)
-        total += int(last[0])
-    return StateDigest(f"{total % 2**64:016x}")
+    return total
 
 
 def _mixed_indices(words: int) -> _Words:
@@ -79,14 +95,15 @@ def _mixed_indices(words: int) -> _Words:
         table = np.arange(min(1 << (words - 1).bit_length(), _TABLE_WORDS), dtype=_U64)
         for start in range(0, table.size, _BLOCK_WORDS):
             block = table[start : start + _BLOCK_WORDS]
-            _mix(block, np.empty(block.size, _U64))
+            mix_words(block)
         table.flags.writeable = False
         _table = table
     return table
 
 
-def _mix(x: _Words, spare: _Words) -> None:
-    """splitmix64 in place; arithmetic on unsigned arrays wraps."""
+def mix_words(x: _Words, spare: _Words | None = None) -> None:
+    """splitmix64 in place; arithmetic on unsigned arrays wraps. `spare`: scratch of the same size."""
+    spare = np.empty_like(x) if spare is None else spare
     x += _INCREMENT
     np.right_shift(x, _SHIFT_1, out=spare)
     x ^= spare

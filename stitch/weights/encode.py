@@ -1,33 +1,50 @@
 """Weights turned into the files that a publisher uploads.
 
-Nothing is uploaded here and no base is read: a delta is made against the base's specs alone, since a tensor's state digest
-tells whether it changed. One tensor at a time is held in memory.
+Nothing is uploaded here, but each file is told of as soon as it is complete (`Hooks.emit`), while the next one is made. Several
+tensors are worked on at once (`stitch.weights.ordered`). In memory are the tensors in work (512 MiB, or one larger tensor, and the
+one that waits behind them; twice that for an iterable, whose tensors are copied), their blobs, and one pack of blobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from stitch.core.errors import InvalidRequest
 from stitch.core.ids import Digest
 from stitch.core.manifest import Codec, Kind, TensorSpec, weights_digest
-from stitch.weights.digest import spec_of, specs
+from stitch.weights.digest import spec_of, state_digest
+from stitch.weights.header import format_header, lay_out, tensor_bytes
+from stitch.weights.ordered import in_order
 from stitch.weights.safetensors import (
-    DEFAULT_SHARD_BYTES,
+    FILE_METADATA,
+    SUFFIX,
     WEIGHTS_FILE,
-    Checkpoint,
     TensorSpool,
+    TensorWriter,
     carried_files,
     open_checkpoint,
-    write_checkpoint,
 )
+from stitch.weights.sparse import SparseTensor, encode_whole, unit_bytes
+from stitch.weights.sparse import encode as encode_sparse_tensor
 from stitch.weights.tensors import HostTensor, Weights, iterate
 
 DELTA_FILE: Final = "delta.safetensors"
-"""The checkpoint path of a changed-tensors delta."""
+"""The checkpoint path of a delta that is one file."""
+SHARD_BYTES: Final = 1024 * 1024 * 1024
+"""Of a full version that is not a directory's own: one shard is on its way while the next is written."""
+PACK_BYTES: Final = 64 * 1024 * 1024
+"""At most of blobs in one file of a sparse delta: it is held in memory until it is complete, and is then on its way."""
+MIN_PACK_BYTES: Final = 1024 * 1024
+"""Smaller files cost a store more than they save."""
+PACK_SHARE: Final = 1 / 8
+"""Of what was packed before, for the next file: what is left to upload once all is encoded stays small beside the whole."""
+
+R = TypeVar("R")
+Old = Callable[[TensorSpec], HostTensor | None]
+"""The bytes of a tensor of the base, where they are at hand; asked for from many threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +55,32 @@ class LocalFile:
     source: Path
 
 
+def _ignore(_: object) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What a publisher wants to be told, and which tensors it asks for.
+
+    `emit`: a file is complete and stays as it is until the end. `told`: one more tensor is done. `keep`: a tensor passes by, in a
+    worker thread. `only`: tensors of a directory that count, where other ranks see to the others. `share`: so that a base's
+    tensors that are not given are no error.
+    """
+
+    emit: Callable[[Path], None] = _ignore
+    told: Callable[[HostTensor], None] = _ignore
+    keep: Callable[[HostTensor], None] = _ignore
+    only: Collection[str] | None = None
+    share: bool = False
+
+
+SILENT: Final = Hooks()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """What a version consists of, on the local disk. `tensors` are those of the whole version, sorted by name."""
+    """What a version consists of, on the local disk. `tensors` are those of the whole version, or share, sorted by name."""
 
     kind: Kind
     codec: Codec
@@ -51,38 +91,43 @@ class Encoded:
     complete: bool
     """Whether the files hold every tensor, so that the version needs no base."""
 
+    @property
+    def size(self) -> int:
+        """Of the weight files, in bytes."""
+        return sum(file.source.stat().st_size for file in self.weights)
+
     def as_full(self) -> Encoded:
         """A complete delta as the full checkpoint that its file is. Raises InvalidRequest where it is not complete."""
         if self.kind is Kind.FULL:
             return self
         if not self.complete:
             raise InvalidRequest("weights: a delta that leaves tensors out is no full checkpoint", field="kind")
-        weights = tuple(LocalFile(path=WEIGHTS_FILE, source=file.source) for file in self.weights)
+        paths = weight_paths(Kind.FULL, len(self.weights))
+        weights = tuple(LocalFile(path=path, source=file.source) for path, file in zip(paths, self.weights, strict=True))
         return replace(self, kind=Kind.FULL, codec=Codec.SAFETENSORS, weights=weights)
 
 
-def encode_full(weights: Weights, scratch: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> Encoded:
-    """A full checkpoint. A directory's own files are taken as they are; anything else is written into the empty `scratch`.
+def encode_full(weights: Weights, scratch: Path, *, max_shard_bytes: int | None = None, hooks: Hooks = SILENT) -> Encoded:
+    """A full checkpoint. A directory's own files are taken as they are; anything else is written into the folder `scratch`.
 
     The files must stay unchanged until they are uploaded. Raises InvalidRequest naming what is no tensor, CorruptObject for a
     damaged directory.
     """
-    if isinstance(weights, Path):
-        return _encode_directory(weights)
     found: list[TensorSpec] = []
+    if isinstance(weights, Path):
+        for _, spec in _worked(weights, spec_of, hooks):
+            found.append(spec)
+        return _encoded(Kind.FULL, Codec.SAFETENSORS, weight_files(weights), carried(weights), found, complete=True)
+    with _Shards(scratch, SHARD_BYTES if max_shard_bytes is None else max_shard_bytes, hooks.emit) as shards:
+        for tensor, spec in _worked(weights, spec_of, hooks):
+            shards.write(tensor)
+            found.append(spec)
+        paths = shards.finish()
+    return _encoded(Kind.FULL, Codec.SAFETENSORS, _named(Kind.FULL, paths), (), found, complete=True)
 
-    def tee() -> Iterator[HostTensor]:
-        for tensor in iterate(weights):
-            found.append(spec_of(tensor))
-            yield tensor
 
-    names = write_checkpoint(scratch, tee(), max_shard_bytes)
-    files = tuple(LocalFile(path=name, source=scratch / name) for name in names)
-    return _full(files, (), tuple(sorted(found, key=lambda spec: spec.name)))
-
-
-def encode_delta(weights: Weights, base: Iterable[TensorSpec], scratch: Path) -> Encoded:
-    """What changed against a base of these specs, as one file in the folder `scratch`.
+def encode_delta(weights: Weights, base: Iterable[TensorSpec], scratch: Path, *, hooks: Hooks = SILENT) -> Encoded:
+    """The tensors that changed against a base of these specs, each whole, as one file in the folder `scratch`.
 
     All tensors must be given, changed or not, with the base's names, dtypes and shapes, else InvalidRequest names the tensor.
     Where nothing changed the delta is empty; where everything did it is `complete`, and `as_full` spares readers the base.
@@ -91,30 +136,76 @@ def encode_delta(weights: Weights, base: Iterable[TensorSpec], scratch: Path) ->
     found: list[TensorSpec] = []
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / DELTA_FILE
+
+    def changed(tensor: HostTensor) -> tuple[TensorSpec, bool]:
+        old = same_form(tensor, before.get(tensor.name))
+        spec = spec_of(tensor)
+        return spec, spec.state != old.state
+
     with TensorSpool(path) as spool:
-        for tensor in iterate(weights):
-            spec = spec_of(tensor)
-            if spec.state != _same_form(spec, before.get(spec.name)).state:
+        for tensor, (spec, is_new) in _worked(weights, changed, hooks):
+            if is_new:
                 spool.write(tensor)
             found.append(spec)
-        if len(found) != len(before):
-            missing = min(before.keys() - {spec.name for spec in found})
-            raise InvalidRequest(
-                f"weights: tensor {missing!r} of the base is not given; give all tensors, or publish with kind='full'",
-                field=f"weights[{missing}]",
-            )
+        _check_all_given(before, found, hooks)
         spool.finish()
         complete = len(spool.names) == len(found)
-    found.sort(key=lambda spec: spec.name)
-    return Encoded(
-        kind=Kind.DELTA,
-        codec=Codec.CHANGED_TENSORS,
-        weights=(LocalFile(path=DELTA_FILE, source=path),),
-        files=carried(weights),
-        tensors=tuple(found),
-        weights_digest=weights_digest(found),
-        complete=complete,
-    )
+    hooks.emit(path)
+    return _encoded(Kind.DELTA, Codec.CHANGED_TENSORS, _named(Kind.DELTA, [path]), carried(weights), found, complete=complete)
+
+
+def encode_sparse(weights: Weights, base: Iterable[TensorSpec], old: Old, scratch: Path, *, hooks: Hooks = SILENT) -> Encoded:
+    """What changed in each tensor against a base of these specs, as files of blobs in the folder `scratch`; none where nothing did.
+
+    As `encode_delta`, but a tensor whose old bytes `old` gives costs what changed in it. Its new digest follows from the words that
+    changed, so those bytes must be the base's.
+    """
+    before = {spec.name: spec for spec in base}
+
+    def change(tensor: HostTensor) -> SparseTensor | None:
+        return _change(tensor, same_form(tensor, before.get(tensor.name)), old)
+
+    return encode_changes(_worked(weights, change, hooks), before.values(), scratch, files=carried(weights), hooks=hooks)
+
+
+def encode_changes(
+    changes: Iterable[tuple[HostTensor, SparseTensor | None]],
+    base: Iterable[TensorSpec],
+    scratch: Path,
+    *,
+    files: tuple[LocalFile, ...] = (),
+    rest_unchanged: bool = False,
+    hooks: Hooks = SILENT,
+) -> Encoded:
+    """A sparse delta of changes that are known already. `rest_unchanged`: tensors that are not among them are the base's."""
+    before = {spec.name: spec for spec in base}
+    found: dict[str, TensorSpec] = dict(before) if rest_unchanged else {}
+    packs = _Packs(scratch, hooks.emit)
+    for tensor, change in changes:
+        spec = before[tensor.name]
+        if change is not None:
+            spec = replace(spec, state=change.state)
+            packs.add(tensor.name, change.blob)
+        found[tensor.name] = spec
+    _check_all_given(before, found.values(), hooks)
+    paths = packs.finish()
+    return _encoded(Kind.DELTA, Codec.SPARSE, _named(Kind.DELTA, paths), files, found.values(), complete=False)
+
+
+def digest_all(weights: Weights, *, hooks: Hooks = SILENT) -> tuple[TensorSpec, ...]:
+    """Specs of all tensors and nothing else, sorted by name."""
+    return tuple(sorted((spec for _, spec in _worked(weights, spec_of, hooks)), key=lambda spec: spec.name))
+
+
+def tensor_sizes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of all tensors: what a full version of them takes."""
+    return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs)
+
+
+def full_size(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a full version of these tensors as one file."""
+    header = format_header(lay_out((spec.name, spec.dtype, spec.shape) for spec in specs), FILE_METADATA)
+    return len(header) + tensor_sizes(specs)
 
 
 def carried(weights: Weights) -> tuple[LocalFile, ...]:
@@ -124,43 +215,180 @@ def carried(weights: Weights) -> tuple[LocalFile, ...]:
     return tuple(LocalFile(path=name, source=weights / name) for name in carried_files(weights))
 
 
-def directory_files(directory: Path) -> tuple[LocalFile, ...]:
-    """The files of a full version of this checkpoint directory, known before its tensors are read. Raises CorruptObject."""
+def weight_files(directory: Path) -> tuple[LocalFile, ...]:
+    """The files of weights of a checkpoint directory. Raises CorruptObject, InvalidRequest."""
     with open_checkpoint(directory) as checkpoint:
-        return (*_weights_of(directory, checkpoint), *carried(directory))
+        return tuple(LocalFile(path=name, source=directory / name) for name in checkpoint.weights)
 
 
-def _encode_directory(directory: Path) -> Encoded:
+def weight_paths(kind: Kind, count: int) -> tuple[str, ...]:
+    """The checkpoint paths of so many files of weights: for a full version those that Hugging Face's tools use."""
+    single, many = (WEIGHTS_FILE, "model") if kind is Kind.FULL else (DELTA_FILE, "delta")
+    if count == 1:
+        return (single,)
+    return tuple(f"{many}-{index + 1:05d}-of-{count:05d}{SUFFIX}" for index in range(count))
+
+
+def check_form(directory: Path, base: Iterable[TensorSpec]) -> None:
+    """Raises InvalidRequest naming a tensor where a checkpoint directory has not the names, dtypes and shapes of a base."""
+    before = {spec.name: spec for spec in base}
     with open_checkpoint(directory) as checkpoint:
-        tensors = specs(checkpoint.tensors())
-        return _full(_weights_of(directory, checkpoint), carried(directory), tensors)
+        for tensor in checkpoint.tensors():
+            same_form(tensor, before.pop(tensor.name, None))
+    if before:
+        raise missing_tensor(min(before))
 
 
-def _weights_of(directory: Path, checkpoint: Checkpoint) -> tuple[LocalFile, ...]:
-    return tuple(LocalFile(path=name, source=directory / name) for name in checkpoint.weights)
-
-
-def _full(weights: tuple[LocalFile, ...], files: tuple[LocalFile, ...], tensors: tuple[TensorSpec, ...]) -> Encoded:
-    return Encoded(
-        kind=Kind.FULL,
-        codec=Codec.SAFETENSORS,
-        weights=weights,
-        files=files,
-        tensors=tensors,
-        weights_digest=weights_digest(tensors),
-        complete=True,
-    )
-
-
-def _same_form(spec: TensorSpec, base: TensorSpec | None) -> TensorSpec:
-    """The base's spec of a tensor, if the form is the same."""
-    where = f"weights[{spec.name}]"
+def same_form(tensor: HostTensor, base: TensorSpec | None) -> TensorSpec:
+    """The base's spec of a tensor, if the form is the same, else InvalidRequest."""
+    where = f"weights[{tensor.name}]"
     if base is None:
-        raise InvalidRequest(f"weights: tensor {spec.name!r} is not in the base; publish with kind='full'", field=where)
-    if (spec.dtype, spec.shape) != (base.dtype, base.shape):
+        raise InvalidRequest(f"weights: tensor {tensor.name!r} is not in the base; publish with kind='full'", field=where)
+    if (tensor.dtype, tensor.shape) != (base.dtype, base.shape):
         raise InvalidRequest(
-            f"weights: tensor {spec.name!r} is {spec.dtype} {list(spec.shape)}, in the base {base.dtype} {list(base.shape)}; "
+            f"weights: tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}, in the base {base.dtype} {list(base.shape)}; "
             "publish with kind='full'",
             field=where,
         )
     return base
+
+
+class _Packs:
+    """Blobs gathered into files of bounded size; a blob that is larger gets a file of its own."""
+
+    def __init__(self, scratch: Path, emit: Callable[[Path], None]) -> None:
+        self._scratch, self._emit = scratch, emit
+        self._blobs: list[tuple[str, bytes]] = []
+        self._size = self._total = 0
+        self._written: list[Path] = []
+
+    @property
+    def _limit(self) -> int:
+        return min(PACK_BYTES, max(MIN_PACK_BYTES, int(self._total * PACK_SHARE)))
+
+    def add(self, name: str, blob: bytes) -> None:
+        if self._blobs and self._size + len(blob) > self._limit:
+            self._write()
+        self._blobs.append((name, blob))
+        self._size += len(blob)
+
+    def finish(self) -> tuple[Path, ...]:
+        if self._blobs:
+            self._write()
+        return tuple(self._written)
+
+    def _write(self) -> None:
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        path = self._scratch / f"pack-{len(self._written):05d}{SUFFIX}"
+        with TensorWriter(path, [(name, "U8", (len(blob),)) for name, blob in self._blobs]) as writer:
+            for name, blob in self._blobs:
+                writer.write(name, blob)
+        self._total += self._size
+        self._blobs, self._size = [], 0
+        self._written.append(path)
+        self._emit(path)
+
+
+class _Shards:
+    """A stream of tensors cut into safetensors files of bounded size; a tensor that is larger gets a file of its own."""
+
+    def __init__(self, scratch: Path, max_bytes: int, emit: Callable[[Path], None]) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._scratch, self._max_bytes, self._emit = scratch, max_bytes, emit
+        self._written: list[Path] = []
+        self._spool = self._next()
+
+    def write(self, tensor: HostTensor) -> None:
+        if self._spool.data_bytes and self._spool.data_bytes + tensor.data.nbytes > self._max_bytes:
+            self._end()
+            self._spool = self._next()
+        self._spool.write(tensor)
+
+    def finish(self) -> tuple[Path, ...]:
+        self._end()
+        return tuple(self._written)
+
+    def _next(self) -> TensorSpool:
+        return TensorSpool(self._scratch / f"shard-{len(self._written):05d}{SUFFIX}")
+
+    def _end(self) -> None:
+        with self._spool:
+            self._spool.finish()
+        self._written.append(self._spool.path)
+        self._emit(self._spool.path)
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._spool.__exit__(None, None, None)
+
+
+def _worked(weights: Weights, act: Callable[[HostTensor], R], hooks: Hooks) -> Iterator[tuple[HostTensor, R]]:
+    """Each tensor with what `act` makes of it, as `in_order`."""
+
+    def kept(tensor: HostTensor) -> R:
+        result = act(tensor)
+        hooks.keep(tensor)
+        return result
+
+    for tensor, result in in_order(_given(weights, hooks.only), kept, copy=not isinstance(weights, Mapping | Path)):
+        yield tensor, result
+        hooks.told(tensor)
+
+
+def _given(weights: Weights, only: Collection[str] | None) -> Iterator[HostTensor]:
+    if isinstance(weights, Path) and only is not None:
+        with open_checkpoint(weights) as checkpoint:
+            yield from (checkpoint.tensor(name) for name in checkpoint.names if name in only)
+    else:
+        yield from iterate(weights)
+
+
+def _change(tensor: HostTensor, spec: TensorSpec, old: Old) -> SparseTensor | None:
+    """Against the old bytes; without them a tensor that changed goes as a whole."""
+    width = unit_bytes(tensor.dtype)
+    base = old(spec)
+    if base is not None:
+        return encode_sparse_tensor(base.data, tensor.data, width=width, state=spec.state)
+    return None if state_digest(tensor.data) == spec.state else encode_whole(tensor.data, width=width)
+
+
+def _check_all_given(before: Mapping[str, TensorSpec], found: Iterable[TensorSpec], hooks: Hooks) -> None:
+    missing = before.keys() - {spec.name for spec in found}
+    if missing and not hooks.share:
+        raise missing_tensor(min(missing))
+
+
+def missing_tensor(name: str) -> InvalidRequest:
+    """That a tensor of the base was not given."""
+    return InvalidRequest(
+        f"weights: tensor {name!r} of the base is not given; give all tensors, or publish with kind='full'",
+        field=f"weights[{name}]",
+    )
+
+
+def _named(kind: Kind, paths: Sequence[Path]) -> tuple[LocalFile, ...]:
+    names = weight_paths(kind, len(paths))
+    return tuple(LocalFile(path=name, source=path) for name, path in zip(names, paths, strict=True))
+
+
+def _encoded(
+    kind: Kind,
+    codec: Codec,
+    weights: tuple[LocalFile, ...],
+    files: tuple[LocalFile, ...],
+    tensors: Iterable[TensorSpec],
+    *,
+    complete: bool,
+) -> Encoded:
+    ordered = tuple(sorted(tensors, key=lambda spec: spec.name))
+    return Encoded(
+        kind=kind,
+        codec=codec,
+        weights=weights,
+        files=files,
+        tensors=ordered,
+        weights_digest=weights_digest(ordered),
+        complete=complete,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
@@ -56,26 +56,27 @@ class Fetcher:
         check: Callable[[], None],
         progress: Progress | None,
     ) -> int:
-        """Downloads what is missing and hashes what is here; returns the bytes downloaded.
+        """Downloads what is missing and hashes what is here; returns the bytes downloaded. `progress` is told 0 of them first.
 
         `check` raises to stop: no further download begins, running ones are waited for, and parts are kept. Raises CorruptObject
         naming the version and the file.
         """
         places = self._places(weights, files)
         todo = {path: file.size - _present(path, file) for path, file in places}
-        total, done = sum(todo.values()), 0
+        told = _Told(progress, sum(todo.values()))
+        done = 0
         with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="stitch-fetch") as pool:
-            running: dict[Future[None], Path] = {pool.submit(self._one, version, file, path): path for path, file in places}
+            running = {pool.submit(self._one, version, file, path): (path, file) for path, file in places}
             try:
                 while running:
                     finished, _ = wait(running, CHECK_EVERY_S, FIRST_COMPLETED)
                     check()
                     for future in finished:
-                        path = running.pop(future)
+                        path, _ = running.pop(future)
                         future.result()
                         done += todo[path]
-                        if progress is not None:
-                            progress(done, total)
+                    under_way = [place for future, place in running.items() if future.running()]
+                    told(done + sum(todo[path] - (file.size - _present(path, file)) for path, file in under_way))
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
         return done
@@ -102,8 +103,25 @@ class Fetcher:
         return list(places.items())
 
 
+class _Told:
+    """Progress that never goes back, also where a file is fetched anew."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        if progress is not None:
+            progress(0, total)
+
+    def __call__(self, done: int) -> None:
+        if self._progress is not None and done > self._done:
+            self._done = done
+            self._progress(done, self._total)
+
+
 def _present(path: Path, file: StoredFile) -> int:
-    size = path.stat().st_size if path.exists() else 0
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:  # not begun, or begun anew at this moment
+        return 0
     return size if size <= file.size else 0
 
 

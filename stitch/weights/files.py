@@ -1,10 +1,12 @@
-"""Files on a local disk: copied cheaply, written durably, replaced as a whole."""
+"""Files on a local disk: copied cheaply, replaced as a whole, counted."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -49,33 +51,36 @@ def write_at(target: int, offset: int, data: memoryview) -> None:
         offset += written
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """The content of a file into a new one, or over an old one's."""
+def copy_file(source: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
+    """The content of a file into a new one, or over an old one's. `check` is called between chunks and raises to stop."""
     with source.open("rb") as reader, target.open("wb") as writer:
-        copy_range(reader.fileno(), 0, writer.fileno(), 0, os.fstat(reader.fileno()).st_size)
+        size = os.fstat(reader.fileno()).st_size
+        for start in range(0, size, COPY_CHUNK_BYTES):
+            check()
+            copy_range(reader.fileno(), start, writer.fileno(), start, min(COPY_CHUNK_BYTES, size - start))
 
 
-def sync_file(path: Path) -> None:
-    """Flushes a file or a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces the file at once: whoever reads it, also after a crash of this process, finds the old content or all of the new.
 
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replaces the file: whoever reads it, after whatever crash, finds the old content or all of the new."""
+    Nothing is flushed: after a loss of power it may be either, or damaged.
+    """
     scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
+    scratch.write_bytes(data)
     scratch.replace(path)
-    sync_file(path.parent)
 
 
 def remove(path: Path) -> None:
     """Removes a file or link; none there is no error."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; what links lead to is not counted."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total

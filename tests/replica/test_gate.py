@@ -7,7 +7,7 @@ import pytest
 from stitch.core.admission import Constraint
 from stitch.core.errors import Unavailable, VersionGone, WeightVersionNotReady
 from stitch.core.events import RunVersion
-from stitch.core.ids import Digest, Generation, PolicyId, RunId, Sequence, VersionNumber
+from stitch.core.ids import Digest, Generation, Offset, PolicyId, RunId, Sequence, VersionNumber
 from stitch.core.lineage import PolicyLineage, Run
 from stitch.core.manifest import ManifestRef
 from stitch.replica.gate import Full, Gate
@@ -25,6 +25,7 @@ def serving(number: int, run: str = "r1") -> Serving:
     target = Target(
         generation=Generation(0),
         sequence=Sequence(number + 1),
+        offset=Offset(number),
         ref=version(number, run),
         manifest=ManifestRef(key="k", digest=Digest("0" * 64), weights_digest=Digest("0" * 64)),
         origin=Origin.LOG,

@@ -59,6 +59,9 @@ PLAIN = ReplicaConfig(log="memory://", store="memory://x", policy=PolicyId("p"),
         ({"heartbeat_seconds": 60.0}, "heartbeat_seconds"),
         ({"reconcile_seconds": 0.0}, "reconcile_seconds"),
         ({"swap_seconds": -1.0}, "swap_seconds"),
+        ({"scrub_seconds": 0.0}, "scrub_seconds"),
+        ({"disk_budget": 0}, "disk_budget"),
+        ({"memory_budget": -1}, "memory_budget"),
     ],
 )
 def test_a_bad_configuration_names_the_field(changes: dict[str, object], field: str) -> None:
@@ -157,7 +160,8 @@ async def test_the_watchdog_judges_only_while_the_engine_should_make_progress() 
 # --- the reconciler ----------------------------------------------------------------------------------------------------------
 
 
-def pointer(sequence: int, number: int, offset: int = 0) -> ChannelPointer:
+def pointer(sequence: int, number: int, offset: int = 0, anchor: str | None = None) -> ChannelPointer:
+    """`anchor`: the key of another manifest than the target's own."""
     manifest = ManifestRef(key="m", digest=Digest("1" * 64), weights_digest=Digest(f"{number:064d}"))
     return ChannelPointer(
         policy=PolicyId("p"),
@@ -169,7 +173,7 @@ def pointer(sequence: int, number: int, offset: int = 0) -> ChannelPointer:
         epoch=Epoch(1),
         manifest=manifest,
         anchor=ref(number),
-        anchor_manifest=manifest,
+        anchor_manifest=manifest if anchor is None else replace(manifest, key=anchor),
         offset=Offset(offset),
         source=EventId("e"),
     )
@@ -190,6 +194,31 @@ async def test_it_never_goes_back_to_an_older_sequence_and_survives_a_log_that_i
             second = await asyncio.wait_for(found.newer_than(first.order), 30)
             assert (second.ref, second.sequence) == (ref(2), 7), "a rewind is a step forward in sequence"
             assert found.target == second
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_anchor_that_is_added_is_known_at_once_and_is_no_newer_target() -> None:
+    """A compaction moves no channel: what is loaded stays loaded, and who still loads finds the nearer anchor."""
+    url = f"memory://t{uuid.uuid4().hex}"
+    async with open_log(url) as log, FaultyLog(open_log(url)) as deaf:
+        deaf.cut()
+        found = Reconciler(deaf, url, policy=PolicyId("p"), channel=LATEST, interval=0.05, source="test")
+        running = asyncio.create_task(found.run())
+        try:
+            await append(log, pointer(5, 3, offset=10, anchor="far"), source="test")
+            first = await asyncio.wait_for(found.newer_than(None), 30)
+            newer, other = asyncio.create_task(found.newer_than(first.order)), asyncio.create_task(found.other_than(first))
+            await append(log, pointer(5, 3, offset=20, anchor="near"), source="test")
+            await asyncio.wait_for(other, 30)
+            assert found.target is not None
+            assert found.target.order == first.order
+            assert [anchor.key for anchor in found.target.anchors] == ["near"]
+            assert not newer.done(), "it would be staged, and perhaps loaded, again"
+            await append(log, pointer(5, 3, offset=10, anchor="far"), source="test")
+            await append(log, pointer(6, 4, offset=30), source="test")
+            assert (await asyncio.wait_for(newer, 30)).ref == ref(4)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

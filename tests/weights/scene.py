@@ -5,34 +5,43 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from stitch.store.faulty import FaultyStore
 from stitch.store.memory import MemoryStore
 from stitch.weights.safetensors import WEIGHTS_FILE
 from stitch.weights.staging import Staged, Staging
-from tests.weights.versions import Line, changed, model
+from tests.weights.versions import Line, Weights, changed, model
 
 V0 = model()
 V1 = changed(V0, "layer.0", seed=1)
 V2 = changed(V1, "embed", "scale", seed=2)
 V3 = changed(V2, "layer.1", seed=3)
 ALL = [V0, V1, V2, V3]
+WHOLE: Final = ("delta", "delta", "delta")
+"""How versions 1 to 3 are published: by their changed tensors, whole."""
+SPARSE: Final = ("sparse", "sparse", "sparse")
+MIXED: Final = ("sparse", "delta", "sparse")
 
 
 class Scene:
     """A line of four versions (0 full, the rest deltas) and the staging area of a replica."""
 
-    def __init__(self, workdir: Path) -> None:
+    def __init__(self, workdir: Path, *, deltas: tuple[str, ...] = WHOLE, **options: Any) -> None:
+        """`options` are the staging area's."""
         self.workdir = workdir
+        self.options = options
         self.store = FaultyStore(MemoryStore())
         self.line = Line(self.store)
         self.line.full(0, V0)
-        for number in (1, 2, 3):
-            self.line.delta(number, number - 1, ALL[number])
-        self.staging = Staging(workdir, self.store)
+        for number, kind in enumerate(deltas, 1):
+            getattr(self.line, kind)(number, number - 1, ALL[number])
+        self.staging = Staging(workdir, self.store, **options)
 
-    def stage(self, number: int, **options: object) -> Staged:
-        return self.staging.stage(self.line.ref(number), self.line.refs[number], **options)  # type: ignore[arg-type]
+    def stage(self, number: int, **options: Any) -> Staged:
+        return self.staging.stage(self.line.ref(number), self.line.refs[number], **options)
 
     def go(self, number: int) -> Staged:
         """Stages and activates."""
@@ -40,9 +49,10 @@ class Scene:
         self.staging.mark_active(staged)
         return staged
 
-    def restart(self) -> None:
+    def restart(self, **options: Any) -> None:
         self.staging.close()
-        self.staging = Staging(self.workdir, self.store)
+        self.options |= options
+        self.staging = Staging(self.workdir, self.store, **self.options)
 
     def downloads(self) -> list[str]:
         return [key for call, key in self.store.calls if call == "download"]
@@ -73,3 +83,15 @@ def flip(path: Path, place: int) -> None:
     place %= len(data) * 8
     data[place // 8] ^= 1 << place % 8
     path.write_bytes(data)
+
+
+def nudged(weights: Weights, seed: int, share: float = 0.02) -> Weights:
+    """The same after a small step: a share of all values moved by a few units in the last place."""
+    rng = np.random.default_rng(seed)
+    out: Weights = {}
+    for name, array in weights.items():
+        units = np.array(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+        places = np.flatnonzero(rng.random(units.size) < share)
+        units[places] ^= rng.integers(1, 4, places.size).astype(units.dtype) if array.dtype != np.bool_ else units.dtype.type(1)
+        out[name] = units.view(array.dtype).reshape(array.shape)
+    return out

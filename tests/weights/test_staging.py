@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from stitch.core.errors import InvalidRequest
 from stitch.core.ids import RunId
 from stitch.weights.files import copy_file
+from stitch.weights.origins import LocalBase
+from stitch.weights.parallel import Check
 from stitch.weights.safetensors import WEIGHTS_FILE, write_checkpoint
 from stitch.weights.staging import Staging
-from tests.weights.scene import ALL, V0, V1, V2, V3, Scene, buffer_bytes
+from tests.weights.scene import ALL, MIXED, V0, V1, V2, V3, Scene, buffer_bytes, flip
 from tests.weights.versions import CONFIG, Line, Weights, assert_same, changed, loaded
 
 pytestmark = pytest.mark.unit
@@ -118,6 +120,22 @@ class TestPaths:
         assert_same(loaded(staged.path), V3)
         assert staged.bytes_downloaded == sum(f.size for f in added.manifests[2].weights) + scene.size(3) + len(CONFIG)
 
+    def test_anchor_whose_manifest_is_gone(self, scene: Scene) -> None:
+        """It would have spared work; the chain still leads there."""
+        added = Line(scene.store, RunId("compacted"))
+        added.full(2, V2)
+        scene.store.delete(added.refs[2].key)
+        assert_same(loaded(scene.stage(3, anchors=[added.refs[2]]).path), V3)
+
+    def test_behind_an_anchor_nothing_is_needed(self, scene: Scene) -> None:
+        """Older versions were retired, and everything of them is deleted."""
+        added = Line(scene.store, RunId("compacted"))
+        added.full(2, V2)
+        for number in (0, 1):
+            scene.store.delete(scene.line.refs[number].key)
+        assert_same(loaded(scene.stage(2, anchors=[added.refs[2]]).path), V2)
+        assert_same(loaded(scene.stage(3, anchors=[added.refs[2]]).path), V3)
+
     def test_staging_again_is_idempotent(self, scene: Scene) -> None:
         first = scene.go(1)
         second = scene.stage(1)
@@ -162,6 +180,34 @@ class TestBase:
         assert_same(loaded(staged.path), V1)
         assert staged.bytes_downloaded == scene.size(1) + len(CONFIG)
         assert_same(loaded(base), V0)
+
+    def test_deltas_upon_a_base(self, base: Path, tmp_path: Path) -> None:
+        """In shards, and with sparse deltas on top."""
+        scene = Scene(tmp_path / "mixed", deltas=MIXED, base=base)
+        with scene.staging:
+            staged = scene.stage(3)
+            assert_same(loaded(staged.path), V3)
+            assert staged.bytes_downloaded == sum(scene.size(n) for n in (1, 2, 3)) + len(CONFIG)
+            assert_same(loaded(base), V0)
+
+    def test_the_version_of_the_base_itself(self, scene: Scene, base: Path) -> None:
+        self.based(scene, base)
+        staged = scene.stage(0)
+        assert_same(loaded(staged.path), V0)
+        assert staged.bytes_downloaded == len(CONFIG)
+
+    def test_base_that_changes_after_it_was_read(self, scene: Scene, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.based(scene, base)
+        original = LocalBase.copy_to
+
+        def copy_to(self: LocalBase, target: Path, check: Check) -> None:
+            flip(max(base.glob("*.safetensors"), key=lambda path: path.stat().st_size), -9)
+            original(self, target, check)
+
+        monkeypatch.setattr(LocalBase, "copy_to", copy_to)
+        staged = scene.stage(1)
+        assert_same(loaded(staged.path), V1)
+        assert staged.bytes_downloaded == scene.size(0) + scene.size(1) + len(CONFIG)
 
     def test_other_base_is_not_used(self, scene: Scene, base: Path, tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "other", V3)

@@ -13,8 +13,9 @@ from stitch.core.ids import Digest, Epoch, PolicyId, RunId, VersionNumber, Versi
 from stitch.core.manifest import BaseRef, Manifest, ManifestRef, StoredFile
 from stitch.store.manifests import attempt_prefix, object_key, write_manifest
 from stitch.store.port import BlobStore
-from stitch.weights.encode import Encoded, LocalFile, encode_delta, encode_full
+from stitch.weights.encode import Encoded, LocalFile, encode_delta, encode_full, encode_sparse
 from stitch.weights.safetensors import DEFAULT_SHARD_BYTES, open_checkpoint
+from stitch.weights.tensors import host_tensor
 
 POLICY = PolicyId("p")
 RUN = RunId("r1")
@@ -46,13 +47,14 @@ def changed(weights: Weights, *names: str, seed: int = 1) -> Weights:
 
 
 class Line:
-    """The versions of one run: `full` and `delta` publish the next one."""
+    """The versions of one run: `full`, `delta` (changed tensors, whole) and `sparse` publish the next one."""
 
     def __init__(self, store: BlobStore, run: RunId = RUN) -> None:
         self.store = store
         self.run = run
         self.refs: dict[int, ManifestRef] = {}
         self.manifests: dict[int, Manifest] = {}
+        self._weights: dict[int, Weights] = {}
 
     def ref(self, number: int) -> VersionRef:
         return VersionRef(policy=POLICY, run=self.run, number=VersionNumber(number))
@@ -61,12 +63,25 @@ class Line:
         with tempfile.TemporaryDirectory() as scratch:
             encoded = encode_full(weights, Path(scratch), max_shard_bytes=max_shard_bytes)
             self._publish(number, encoded, None, config)
+        self._weights[number] = dict(weights)
 
     def delta(self, number: int, base: int, weights: Weights, *, config: bytes = CONFIG) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             encoded = encode_delta(weights, self.manifests[base].tensors, Path(scratch))
-            base_ref = BaseRef(run=self.run, number=VersionNumber(base), manifest=self.refs[base])
-            self._publish(number, encoded, base_ref, config)
+            self._publish(number, encoded, self._base(base), config)
+        self._weights[number] = dict(weights)
+
+    def sparse(self, number: int, base: int, weights: Weights, *, config: bytes = CONFIG) -> None:
+        old = self._weights[base]
+        with tempfile.TemporaryDirectory() as scratch:
+            encoded = encode_sparse(
+                weights, self.manifests[base].tensors, lambda spec: host_tensor(spec.name, old[spec.name]), Path(scratch)
+            )
+            self._publish(number, encoded, self._base(base), config)
+        self._weights[number] = dict(weights)
+
+    def _base(self, number: int) -> BaseRef:
+        return BaseRef(run=self.run, number=VersionNumber(number), manifest=self.refs[number])
 
     def _publish(self, number: int, encoded: Encoded, base: BaseRef | None, config: bytes) -> None:
         prefix = attempt_prefix(POLICY, self.run, VersionNumber(number), Epoch(1))

@@ -1,0 +1,329 @@
+"""The loops of digest and sparse codec, compiled. Importing this module compiles them, or loads them from numba's cache.
+
+`stitch.weights.kernels` imports it, in the background. All run without the GIL. numba checks no bounds: what these loops index by
+was checked before by whoever calls them (positions by `check_gaps`, lengths by the blob's reader), and each says what it relies
+on. Each is written so that the processor can run ahead: no branch depends on what changed where, and words that lie far apart are
+loaded in a loop of their own, many at once.
+
+Unsigned numbers wrap; one that meets a signed one would become floating-point, so none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from stitch.weights.kernels import ending
+
+ADD: Final = 0
+XOR: Final = 1
+SET: Final = 2
+"""What `apply` does with units and operands."""
+BLOCK: Final = 1024
+"""Words, or gaps, from one list to the next: lists this short stay in the fastest cache."""
+
+_U0: Final = np.uint64(0)
+_ALL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
+_WORD_BITS: Final = np.uint64(64)
+_INCREMENT: Final = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
+_SHIFT_1: Final = np.uint64(30)
+_SHIFT_2: Final = np.uint64(27)
+_SHIFT_3: Final = np.uint64(31)
+_ONE: Final = np.uint64(1)
+_TWO: Final = np.uint64(2)
+_LONG: Final = np.uint64(255)
+_LARGEST: Final = np.uint64(256)
+"""Of the magnitudes that take one byte."""
+
+
+def _read(bits: int) -> Any:
+    """An array that a loop reads: of any alignment, since tensors lie in files as they come."""
+    return types.Array(getattr(types, f"uint{bits}"), 1, "C", readonly=True, aligned=False)
+
+
+def _write(bits: int) -> Any:
+    return types.Array(getattr(types, f"uint{bits}"), 1, "C", readonly=False, aligned=False)
+
+
+_types: Any = types  # numba has no type information, only a marker that says so
+
+
+def _compiled(*signatures: object) -> Callable[[Any], Any]:
+    """Compiles at once; keeps the machine code for the next start where a folder for it can be written."""
+
+    def decorate(function: Any) -> Any:
+        if ending.is_set():
+            raise RuntimeError("the process ends")
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+        try:
+            return numba.njit(list(signatures), cache=True, **options)(function)
+        except (RuntimeError, OSError):  # no place for a cache: compile at every start
+            return numba.njit(list(signatures), **options)(function)
+
+    return decorate
+
+
+def _generate_trailing_zeros(_context: Any, _x: Any) -> Any:
+    def generate(_codegen: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return _types.uint64(_types.uint64), generate
+
+
+def _generate_differing_8(_context: Any, a: Any, b: Any, _begin: Any) -> Any:
+    """numba finds no vector instruction for this by itself; the compiler behind it has one on every machine, or makes do."""
+    eight = ir.VectorType(ir.IntType(64), 8)
+
+    def generate(codegen: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sides = []
+        for kind, value in zip(signature.args[:2], args[:2], strict=True):
+            place = builder.gep(codegen.make_array(kind)(codegen, builder, value).data, [args[2]])
+            sides.append(builder.load(builder.bitcast(place, eight.as_pointer()), align=1))
+        differ = builder.icmp_unsigned("!=", *sides)
+        return builder.zext(builder.bitcast(differ, ir.IntType(8)), ir.IntType(64))
+
+    return _types.uint64(a, b, types.int64), generate
+
+
+_trailing_zeros: Any = intrinsic(_generate_trailing_zeros)
+"""Of a number that is not zero."""
+_differing_8: Any = intrinsic(_generate_differing_8)
+"""Which of the eight words from an index on differ between two arrays: a bit each, the first lowest."""
+
+
+_inlined = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
+"""Part of the loops that call it, which the compiler puts into them."""
+
+
+@_inlined
+def _mix(x: Any) -> Any:
+    """splitmix64."""
+    x = x + _INCREMENT
+    x = (x ^ (x >> _SHIFT_1)) * _MULTIPLY_1
+    x = (x ^ (x >> _SHIFT_2)) * _MULTIPLY_2
+    return x ^ (x >> _SHIFT_3)
+
+
+@_compiled(types.uint64(_read(64), types.uint64))
+def sum_words(words: Any, first_word: Any) -> Any:
+    """The sum of the state digest over words of which the first has that index."""
+    total = _U0
+    for i in range(words.size):
+        total += _mix(words[i] ^ _mix(first_word + np.uint64(i)))
+    return total
+
+
+@_inlined
+def _changed_words(old: Any, new: Any, start: Any, end: Any, where: Any) -> Any:
+    """Indices of the words from `start` to `end` that differ; returns how many."""
+    touched = np.int64(0)
+    whole = end - (end - start) % 64
+    for begin in range(start, whole, 64):
+        differ = _U0
+        for eight in range(8):
+            differ |= _differing_8(old, new, begin + 8 * eight) << np.uint64(8 * eight)
+        while differ != _U0:
+            where[touched] = np.uint64(begin) + _trailing_zeros(differ)
+            touched += 1
+            differ &= differ - _ONE
+    for i in range(whole, end):
+        where[touched] = i
+        touched += np.int64(old[i] != new[i])
+    return touched
+
+
+@_compiled(
+    _types.Tuple((types.int64, types.uint64))(
+        _read(64), _read(64), types.uint64, types.uint64, _write(32), _write(32), _write(64), _write(64)
+    )
+)
+def find(old: Any, new: Any, bits: Any, first_word: Any, where: Any, positions: Any, old_units: Any, new_units: Any) -> Any:
+    """The units of so many bits that differ: their indices, what they were and are, how many; and the digest's change.
+
+    `new` is as long as `old`; `where` has room for BLOCK words and one more, the others for every unit.
+    """
+    per_word = _WORD_BITS // bits
+    mask = _ALL >> (_WORD_BITS - bits)
+    count = np.int64(0)
+    change = _U0
+    for start in range(0, old.size, BLOCK):
+        touched = _changed_words(old, new, start, min(start + BLOCK, old.size), where)
+        for i in range(touched):
+            before, after = old[where[i]], new[where[i]]
+            first = np.uint64(where[i]) * per_word
+            x = before ^ after
+            while x != _U0:
+                unit = _trailing_zeros(x) // bits
+                positions[count] = first + unit
+                old_units[count] = before >> (unit * bits) & mask
+                new_units[count] = after >> (unit * bits) & mask
+                count += 1
+                x &= ~(mask << (unit * bits))
+        for i in range(touched):
+            index = _mix(first_word + np.uint64(where[i]))
+            change += _mix(new[where[i]] ^ index) - _mix(old[where[i]] ^ index)
+    return count, change
+
+
+@_compiled(types.int64(_read(32), _write(8)))
+def write_gaps(positions: Any, gaps: Any) -> Any:
+    """Ascending positions as a stream of gaps; returns its length. `gaps` has room for a byte each and one per 255 units."""
+    length = np.int64(0)
+    previous = np.int64(-1)
+    for i in range(positions.size):
+        position = np.int64(positions[i])
+        gap = position - previous - 1
+        previous = position
+        while gap >= 255:
+            gaps[length] = 255
+            length += 1
+            gap -= 255
+        gaps[length] = gap
+        length += 1
+    return length
+
+
+@_compiled(_types.UniTuple(types.int64, 2)(_read(64), _read(64), types.uint64, _write(8), _write(8), _write(64)))
+def write_differences(old_units: Any, new_units: Any, bits: Any, codes: Any, magnitudes: Any, wide: Any) -> Any:
+    """New minus old, as codes, magnitudes and wide ones; returns how many of the latter two.
+
+    `codes` has room for a byte per four units begun, the others for one more than there are units.
+    """
+    top = bits - _ONE
+    mask = _ALL >> (_WORD_BITS - bits)
+    small = far = np.int64(0)
+    byte = _U0
+    for i in range(old_units.size):
+        difference = (new_units[i] - old_units[i]) & mask
+        negative = difference >> top
+        magnitude = ((difference ^ (_U0 - negative)) + negative) & mask
+        more = np.uint64(magnitude > _ONE)
+        byte |= (more << _ONE | negative) << np.uint64((i & 3) << 1)
+        codes[i >> 2] = byte
+        byte *= np.uint64((i & 3) != 3)
+        magnitudes[small] = min(magnitude - _TWO, _LONG)
+        small += np.int64(more)
+        wide[far] = difference
+        far += np.int64(magnitude > _LARGEST)
+    return small, far
+
+
+@_compiled(_types.UniTuple(types.int64, 4)(_read(8), _read(8), _read(8)))
+def count(gaps: Any, codes: Any, magnitudes: Any) -> Any:
+    """Positions told by gaps, units that they span, codes that refer to magnitudes, magnitudes that refer to wide differences."""
+    told = span = more = far = np.int64(0)
+    for i in range(gaps.size):
+        told += np.int64(gaps[i] != 255)
+        span += np.int64(gaps[i])
+    for i in range(codes.size):
+        four = np.int64(codes[i])
+        more += (four >> 1 & 1) + (four >> 3 & 1) + (four >> 5 & 1) + (four >> 7 & 1)
+    for i in range(magnitudes.size):
+        far += np.int64(magnitudes[i] == 255)
+    return told, told + span, more, far
+
+
+@_inlined
+def _locate(gaps: Any, position: Any, shift: Any, positions: Any, where: Any) -> Any:
+    """The positions that these gaps tell after `position`, and the words that they lie in; how many of each, and the last
+    position reached."""
+    count = np.int64(0)
+    for i in range(gaps.size):
+        ends = np.int64(gaps[i] != 255)
+        position += np.int64(gaps[i]) + ends
+        positions[count] = position
+        count += ends
+    positions[count] = 0xFFFFFFFF  # in another word than any
+    touched = np.int64(0)
+    for i in range(count):
+        where[touched] = positions[i] >> shift
+        touched += np.int64(positions[i] >> shift != positions[i + 1] >> shift)
+    return count, touched, position
+
+
+@_inlined
+def _read_differences(codes: Any, begin: Any, magnitudes: Any, small: Any, wide: Any, far: Any, operands: Any) -> Any:
+    """The differences from the `begin`th on; how many magnitudes and wide ones were used by then."""
+    for i in range(operands.size):
+        code = np.int64(codes[(begin + i) >> 2] >> (((begin + i) & 3) << 1))
+        more = (code >> 1) & 1
+        magnitude = np.int64(magnitudes[small])
+        small += more
+        sign = -(code & 1)
+        operands[i] = ((1 + more * (magnitude + 1)) ^ sign) - sign
+        if more and magnitude == 255:
+            operands[i] = wide[far]
+            far += 1
+    return small, far
+
+
+@_inlined
+def _change_units(words: Any, positions: Any, shift: Any, bits: Any, how: Any, operands: Any) -> Any:
+    within = (_ONE << np.uint64(shift)) - _ONE
+    mask = _ALL >> (_WORD_BITS - bits)
+    for i in range(operands.size):
+        word = np.int64(positions[i] >> shift)
+        up = (np.uint64(positions[i]) & within) * bits
+        value = words[word]
+        unit = operands[i]
+        if how == ADD:
+            unit += value >> up
+        elif how == XOR:
+            unit ^= value >> up
+        words[word] = (value & ~(mask << up)) | (unit & mask) << up
+
+
+@_compiled(
+    types.uint64(
+        _write(64), types.uint64, types.uint64, _read(8), types.int64, _read(64), _read(8), _read(8), _write(32), _write(64)
+    )
+)
+def apply(
+    words: Any,
+    bits: Any,
+    first_word: Any,
+    gaps: Any,
+    how: Any,
+    units: Any,
+    codes: Any,
+    magnitudes: Any,
+    lists: Any,
+    word_lists: Any,
+) -> Any:
+    """Changes, in place, the units of so many bits that a checked stream of gaps tells; returns the digest's change.
+
+    By `how`: ADD the differences that codes, magnitudes (one more than the codes refer to) and `units` (the wide ones) hold; XOR
+    or SET the `units`. `lists` is scratch for 2 * BLOCK + 1 numbers, `word_lists` for 2 * BLOCK.
+    """
+    shift = np.int64(0)
+    while bits << np.uint64(shift) < _WORD_BITS:
+        shift += 1
+    positions, where = lists[: BLOCK + 1], lists[BLOCK + 1 :]
+    before, operands = word_lists[:BLOCK], word_lists[BLOCK:]
+    position = np.int64(-1)
+    done = small = far = np.int64(0)
+    change = _U0
+    for start in range(0, gaps.size, BLOCK):
+        count, touched, position = _locate(gaps[start : start + BLOCK], position, shift, positions, where)
+        # All that is far apart in memory is fetched here, many words at once.
+        for i in range(touched):
+            before[i] = words[where[i]]
+        if how == ADD:
+            small, far = _read_differences(codes, done, magnitudes, small, units, far, operands[:count])
+        else:
+            operands[:count] = units[done : done + count]
+        _change_units(words, positions, shift, bits, how, operands[:count])
+        # A word that the next gaps touch too counts in both blocks, there from what it is now.
+        for i in range(touched):
+            index = _mix(first_word + np.uint64(where[i]))
+            change += _mix(words[where[i]] ^ index) - _mix(before[i] ^ index)
+        done += count
+    return change

@@ -1,0 +1,96 @@
+"""What digest and sparse codec do to words and units, through compiled loops: as `sparse_numpy`, to the same bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import numpy as np
+
+from stitch.weights import numba_kernels as compiled
+from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, Bytes, Chunk, Method
+from stitch.weights.sparse_numpy import WORD, Found, Positions, planes, units_of
+
+_NOTHING: Final = np.empty(0, np.uint8)
+_NO_WORDS: Final = np.empty(0, np.uint64)
+_HOW: Final = {Method.DIFFERENCES: compiled.ADD, Method.XOR: compiled.XOR, Method.RAW: compiled.SET}
+
+
+class _Scratch(threading.local):
+    """Room for the lists of one chunk, kept from chunk to chunk: fresh pages would cost as much as the work."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
+        self.lists = np.empty(2 * compiled.BLOCK + 2, np.uint32)
+        self.word_lists = np.empty(2 * compiled.BLOCK, np.uint64)
+
+    def take(self, name: str, dtype: type[np.unsignedinteger[Any]], size: int) -> np.ndarray[Any, np.dtype[Any]]:
+        """For at least so many numbers, and one more; holds anything, and is good until the same is taken again."""
+        array = self._arrays.get(name)
+        if array is None or array.size <= size:
+            array = self._arrays[name] = np.empty(max(2 * size, 4096), dtype)
+        return array
+
+
+_scratch: Final = _Scratch()
+
+
+def word_sum(data: Bytes, first_word: int) -> int:
+    """Of whole words."""
+    return int(compiled.sum_words(data.view(WORD), first_word))
+
+
+def find(old: Bytes, new: Bytes, width: int, first_word: int) -> tuple[Found, int]:
+    count = old.nbytes // width
+    positions = _scratch.take("positions", np.uint32, count)
+    before, after = _scratch.take("before", np.uint64, count), _scratch.take("after", np.uint64, count)
+    count, change = compiled.find(old.view(WORD), new.view(WORD), 8 * width, first_word, _scratch.lists, positions, before, after)
+    return Found(positions=positions[:count], old=before[:count], new=after[:count]), int(change)
+
+
+def gaps_of(positions: Positions) -> Bytes:
+    last = int(positions[-1]) if positions.size else 0
+    gaps = _scratch.take("gaps", np.uint8, positions.size + last // LONG_GAP)
+    return gaps[: compiled.write_gaps(positions, gaps)]
+
+
+def differences(found: Found, width: int) -> tuple[Bytes, Bytes, Bytes]:
+    count = found.positions.size
+    codes = _scratch.take("codes", np.uint8, count)
+    magnitudes = _scratch.take("magnitudes", np.uint8, count)
+    wide = _scratch.take("wide", np.uint64, count)
+    small, far = compiled.write_differences(found.old, found.new, 8 * width, codes, magnitudes, wide)
+    return codes[: -(-count // CODES_PER_BYTE)], magnitudes[:small], planes(wide[:far], width)
+
+
+def check(chunk: Chunk, width: int, units: int) -> bool:
+    differences = chunk.method is Method.DIFFERENCES
+    told, span, more, far = compiled.count(chunk.gaps, chunk.values if differences else _NOTHING, chunk.magnitudes)
+    if told != chunk.changed or chunk.gaps[-1] == LONG_GAP or span > units:
+        return False
+    unused = int(chunk.values[-1]) >> 2 * ((told - 1) % CODES_PER_BYTE + 1) if differences else 0
+    return bool(more == chunk.magnitudes.size and unused == 0 and far * width == chunk.wide.size)
+
+
+def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> int:
+    if chunk.method is Method.DIFFERENCES:
+        # The loop looks at one magnitude past the last.
+        magnitudes = _scratch.take("magnitudes", np.uint8, chunk.magnitudes.size)
+        magnitudes[: chunk.magnitudes.size] = chunk.magnitudes
+        units, codes = chunk.wide, chunk.values
+    else:
+        magnitudes, units, codes = _NOTHING, chunk.values, _NOTHING
+    operands = units_of(units, width).astype(np.uint64) if units.size else _NO_WORDS
+    change = compiled.apply(
+        target.view(WORD),
+        8 * width,
+        first_word,
+        chunk.gaps,
+        _HOW[chunk.method],
+        operands,
+        codes,
+        magnitudes,
+        _scratch.lists,
+        _scratch.word_lists,
+    )
+    return int(change)

@@ -25,8 +25,10 @@ class Step(StrEnum):
 
     WAITING = "waiting"
     """A log or a store is away; `Progress.waiting` says why."""
+    ENCODING = "encoding"
+    """One more tensor is done."""
     ENCODED = "encoded"
-    """The files lie on the local disk. A directory's may be on their way already; all else was not uploaded."""
+    """The files lie on the local disk, and may be on their way; nothing refers to them."""
     UPLOADING = "uploading"
     """One more object is durable."""
     UPLOADED = "uploaded"
@@ -42,16 +44,19 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Bytes are those of the files to upload."""
+    """Bytes are those of the tensors while they are encoded, then those of the files to upload. A total of 0 is not known."""
 
     step: Step
     bytes_done: int = 0
     bytes_total: int = 0
+    tensors_done: int = 0
+    tensors_total: int = 0
     waiting: str | None = None
 
 
 Listener = Callable[[Progress], None]
-"""Called from the publisher's own thread: it must be quick. What it raises ends the attempt."""
+"""Called from the publisher's own thread, and while tensors are encoded from the caller's: it must be quick. What it raises ends
+the attempt."""
 
 
 def silent(progress: Progress) -> None:
@@ -76,9 +81,19 @@ class Attempt:
     def expired(self) -> bool:
         return self.remaining == 0.0
 
-    def report(self, step: Step, *, bytes_done: int = 0, bytes_total: int = 0) -> None:
+    def report(
+        self, step: Step, *, bytes_done: int = 0, bytes_total: int = 0, tensors_done: int = 0, tensors_total: int = 0
+    ) -> None:
         _logger.debug("%s", step)
-        self._listener(Progress(step=step, bytes_done=bytes_done, bytes_total=bytes_total))
+        self._listener(
+            Progress(
+                step=step,
+                bytes_done=bytes_done,
+                bytes_total=bytes_total,
+                tensors_done=tensors_done,
+                tensors_total=tensors_total,
+            )
+        )
 
     def report_waiting(self, why: str) -> None:
         """Once as a warning in the log of the process, then less loudly."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from stitch.core.anchors import AnchorRule
 from stitch.core.errors import CorruptObject, InvalidRequest, Unavailable, VersionConflict
 from stitch.core.events import RunVersion, VersionPublished
 from stitch.core.ids import Digest, PolicyId, RunId, VersionNumber, VersionRef, WriterId
@@ -32,9 +33,10 @@ from stitch.store.manifests import attempt_prefix, base_prefix
 from stitch.trainer.attempt import Attempt, Step, pauses
 from stitch.trainer.blobs import Blobs
 from stitch.trainer.decisions import Decisions
-from stitch.trainer.encoding import wants_full
+from stitch.trainer.parts import Content, Ready, Receipts, Standing
 from stitch.weights.encode import Encoded, LocalFile
 
+ANCHORS: Final = AnchorRule()
 CLAIM_AGAIN_SECONDS: Final = (0.05, 2.0)
 """First and longest pause after a claim was beaten: long enough for another opener to finish."""
 
@@ -53,14 +55,20 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the next version builds on. `tip_manifest` is that of `tip`."""
+    """What the next version builds on. `tip_manifest` is that of `tip`, `base_manifest` that of `base`."""
 
     number: VersionNumber
     tip: Version | None
     tip_manifest: Manifest | None
     full: bool
+    base: Version | None
+    """What is needed to read what is given: of a delta its base; of a version that is there, where the change to it is given,
+    that version."""
+    base_manifest: Manifest | None
     retried: Version | None
     """What an earlier call left undecided and this one found to be accepted, unless another number is asked for."""
+    settled: bool = False
+    """Whether only the weights' digest is still of interest: the number is taken, or the claim was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,49 +146,98 @@ class Author:
 
     # --- publish ---
 
-    async def prepare(self, number: VersionNumber | None, kind: Kind | None, attempt: Attempt) -> Plan:
-        """Settles what an earlier call left undecided, then plans. Raises Fenced and VersionConflict before any work is done."""
+    async def prepare(self, ready: Ready, attempt: Attempt) -> Plan:
+        """Settles what an earlier call left undecided, then plans. Raises Fenced and VersionConflict before any work is done,
+        InvalidRequest for a delta directory that is not against the tip."""
+        number = ready.number
         retried = await self._settle_earlier(attempt)
         retried = retried if retried is not None and number in (None, retried.ref.number) else None
         policy = await self._decisions.read_on(attempt)
         if retried is not None and policy.epoch != self.session.epoch:
             # An accepted version is never reported as Fenced: first it is found out whether these are its weights.
-            return Plan(number=retried.ref.number, tip=None, tip_manifest=None, full=True, retried=retried)
+            return await self._settled(retried.ref.number, retried, ready, attempt, retried=retried)
         check_owned(policy, self.session)
         wanted = next_number(policy, self.run) if number is None else number
-        if RunVersion(run=self.run, number=wanted) not in policy.versions:
-            already_published(policy, self.session, wanted, Digest(""))
+        known = policy.versions.get(RunVersion(run=self.run, number=wanted))
+        if known is not None:
+            return await self._settled(wanted, known, ready, attempt, retried=retried)
+        already_published(policy, self.session, wanted, Digest(""))
         tip = policy.versions[policy.tip] if policy.tip is not None else None
-        if tip is None and kind is Kind.DELTA:
+        if ready.against is not None:
+            _check_against(ready.against, tip, self.run)
+        if tip is None and ready.kind is Kind.DELTA:
             raise InvalidRequest(f"kind: run {self.run} has no version yet that a delta could be against", field="kind")
+        full = tip is None or ready.kind is Kind.FULL
+        if tip is not None and ready.kind is None:
+            full = ready.doubted or ANCHORS.wants_after(policy, tip.ref)
+        manifest = None if tip is None else await self._manifest_of(tip, attempt)
+        needs_base = not full or ready.against is not None
         return Plan(
             number=wanted,
             tip=tip,
-            tip_manifest=None if tip is None else await self._manifest_of(tip, attempt),
-            full=tip is None or kind is Kind.FULL or (kind is None and wants_full(policy, tip.ref)),
+            tip_manifest=manifest,
+            full=full,
+            base=tip if needs_base else None,
+            base_manifest=manifest if needs_base else None,
             retried=retried,
         )
 
-    def begin_upload(self, plan: Plan, files: Sequence[LocalFile]) -> None:
-        """Starts to upload a new full version's files while its tensors are still digested; nothing refers to them yet."""
-        known = RunVersion(run=self.run, number=plan.number) in self.lineage.versions
-        if plan.full and plan.retried is None and not known:
-            self._blobs.begin(attempt_prefix(self.policy, self.run, plan.number, self.session.epoch), files)
+    async def _settled(
+        self, number: VersionNumber, version: Version, ready: Ready, attempt: Attempt, *, retried: Version | None
+    ) -> Plan:
+        """The version is there. A change is held against its bytes, whole weights against its digest."""
+        manifest = None
+        if ready.against is not None:
+            manifest = await self._manifest_of(version, attempt)
+            if manifest.base is not None and manifest.base.number != ready.against:
+                raise VersionConflict(
+                    f"version {number} of run {self.run} was published against {manifest.base.number}, "
+                    f"and this directory is against {ready.against}"
+                )
+        return Plan(
+            number=number,
+            tip=None,
+            tip_manifest=None,
+            full=True,
+            base=None if manifest is None else version,
+            base_manifest=manifest,
+            retried=retried,
+            settled=True,
+        )
 
-    def end_upload(self) -> None:
-        """No file is read any more that `commit` did not need. Blocks while a transfer ends."""
-        self._blobs.drop()
+    def prefix(self, plan: Plan) -> str:
+        """What the keys of the version's objects begin with."""
+        return attempt_prefix(self.policy, self.run, plan.number, self.session.epoch)
 
-    async def commit(self, plan: Plan, encoded: Encoded, notes: Notes, attempt: Attempt) -> Publication:
-        """Uploads, describes and decides. On return the version is durable and accepted."""
-        attempt.report(Step.ENCODED)
-        if plan.retried is not None and plan.retried.manifest.weights_digest == encoded.weights_digest:
+    @property
+    def tip_weights(self) -> Digest | None:
+        """The weights digest of the policy's tip."""
+        tip = self.lineage.tip
+        return None if tip is None else self.lineage.versions[tip].manifest.weights_digest
+
+    def anchors(self, plan: Plan) -> tuple[ManifestRef, ...]:
+        """Full forms that were added to versions below the base."""
+        if plan.base is None:
+            return ()
+        return tuple(version.anchor for version in self.lineage.chain(plan.base.ref) if version.anchor is not None)
+
+    def present(self, plan: Plan, weights: Digest) -> Publication | None:
+        """The publication of these weights under this number, if there is one. Raises Fenced and VersionConflict."""
+        if plan.retried is not None and plan.retried.manifest.weights_digest == weights:
             return self._publication(plan.retried)
         check_owned(self.lineage, self.session)
-        present = already_published(self.lineage, self.session, plan.number, encoded.weights_digest)
-        if present is not None:
-            return self._publication(present)
-        manifest = await self._describe(plan, encoded, notes, attempt)
+        present = already_published(self.lineage, self.session, plan.number, weights)
+        return None if present is None else self._publication(present)
+
+    async def carried(self, plan: Plan, given: tuple[LocalFile, ...], attempt: Attempt) -> tuple[LocalFile, ...]:
+        """What goes along with the weights: what was given with them, else what went along with the version before."""
+        if given or plan.tip_manifest is None:
+            return given
+        return await self._blobs.carried(plan.tip_manifest, attempt)
+
+    async def commit(self, plan: Plan, content: Content, stored: Receipts, notes: Notes, attempt: Attempt) -> Publication:
+        """Describes what was uploaded and decides. On return the version is durable and accepted."""
+        manifest = self._describe(plan, content, stored, notes)
         base = None if manifest.base is None else plan.tip_manifest
         ref = await self._write_manifest(manifest, base, attempt)
         candidate = Candidate(
@@ -192,6 +249,16 @@ class Author:
             size=sum(file.size for file in (*manifest.weights, *manifest.files)),
         )
         return await self._decide(candidate, attempt)
+
+    def standing(self) -> Standing:
+        """As far as the log was read."""
+        tip = self.lineage.tip
+        return Standing(
+            writer=self.writer,
+            epoch=self.session.epoch,
+            head=None if tip is None else tip.of(self.policy),
+            next_number=next_number(self.lineage, self.run),
+        )
 
     async def _decide(self, candidate: Candidate, attempt: Attempt) -> Publication:
         policy = await self._decisions.read_on(attempt)
@@ -214,15 +281,10 @@ class Author:
         await self._decisions.write_pointers()
         return self._version_of(earlier)
 
-    async def _describe(self, plan: Plan, encoded: Encoded, notes: Notes, attempt: Attempt) -> Manifest:
+    def _describe(self, plan: Plan, content: Content, stored: Receipts, notes: Notes) -> Manifest:
         """The manifest, once all that it names is durable."""
-        prefix = attempt_prefix(self.policy, self.run, plan.number, self.session.epoch)
-        files = encoded.files
-        if not files and plan.tip_manifest is not None:
-            files = await self._blobs.carried(plan.tip_manifest, attempt)
-        stored = await self._blobs.upload(prefix, (*encoded.weights, *files), attempt)
         base = None
-        if encoded.kind is Kind.DELTA:
+        if content.kind is Kind.DELTA:
             assert plan.tip is not None
             base = BaseRef(run=plan.tip.ref.run, number=plan.tip.ref.number, manifest=plan.tip.manifest)
         return Manifest(
@@ -230,14 +292,14 @@ class Author:
             run=self.run,
             number=plan.number,
             epoch=self.session.epoch,
-            kind=encoded.kind,
-            codec=encoded.codec,
+            kind=content.kind,
+            codec=content.codec,
             parent=None if plan.tip is None else plan.tip.ref.number,
             base=base,
-            tensors=encoded.tensors,
-            weights_digest=encoded.weights_digest,
-            weights=stored[: len(encoded.weights)],
-            files=stored[len(encoded.weights) :],
+            tensors=content.tensors,
+            weights_digest=content.weights_digest,
+            weights=stored.weights,
+            files=stored.files,
             probes=tuple(notes.probes),
             metadata=notes.metadata,
         )
@@ -267,6 +329,17 @@ class Author:
             weights_digest=version.manifest.weights_digest,
             bytes_written=version.size,
             offset=version.position.offset,
+        )
+
+
+def _check_against(base: int, tip: Version | None, run: RunId) -> None:
+    """A delta directory counts only against the version that it was made against."""
+    if tip is None or (tip.ref.run, tip.ref.number) != (run, base):
+        where = "has no version yet" if tip is None else f"stands at {tip.ref}"
+        raise InvalidRequest(
+            f"weights: the directory holds a delta against version {base}, and run {run} {where}; publish the versions in "
+            f"between first, or a full checkpoint (kind='full' of all tensors)",
+            field="weights",
         )
 
 

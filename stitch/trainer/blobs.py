@@ -26,7 +26,8 @@ class Blobs:
     """`scratch` keeps the files that are carried from version to version."""
 
     def __init__(self, store: BlobStore, scratch: Path) -> None:
-        self._store, self._scratch = store, scratch
+        self.store: Final = store
+        self._scratch = scratch
         self._threads = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stitch-upload")
         self._ahead: dict[tuple[str, Path], Future[Receipt]] = {}
 
@@ -34,10 +35,9 @@ class Blobs:
         """Waits for the transfers in hand."""
         self._threads.shutdown(cancel_futures=True)
 
-    def begin(self, prefix: str, files: Sequence[LocalFile]) -> None:
-        """Starts to upload what `upload` will be asked for; `drop` what it then was not."""
-        for file in files:
-            self._ahead[prefix, file.source] = self._threads.submit(self._put, prefix, file.source)
+    def begin(self, prefix: str, source: Path) -> None:
+        """Starts to upload a file that `upload` will be asked for; `drop` it where it then was not."""
+        self._ahead[prefix, source] = self._threads.submit(self._put, prefix, source)
 
     def drop(self) -> None:
         """Ends what was begun and not asked for: no file is read any more. Blocks while a transfer ends."""
@@ -71,14 +71,14 @@ class Blobs:
         return stored
 
     async def write_manifest(self, manifest: Manifest, base: Manifest | None, attempt: Attempt) -> ManifestRef:
-        return await self._call(attempt, partial(write_manifest, self._store, manifest, base))
+        return await self._call(attempt, partial(write_manifest, self.store, manifest, base))
 
     async def read_manifest(self, ref: ManifestRef, attempt: Attempt) -> Manifest:
         """Raises CorruptObject also where there is none."""
         try:
-            return await self._call(attempt, partial(read_manifest, self._store, ref))
+            return await self._call(attempt, partial(read_manifest, self.store, ref))
         except KeyError as error:
-            raise CorruptObject(f"manifest {ref.key} is missing from {self._store.url}") from error
+            raise CorruptObject(f"manifest {ref.key} is missing from {self.store.url}") from error
 
     async def carried(self, manifest: Manifest, attempt: Attempt) -> tuple[LocalFile, ...]:
         """The files that a version carries beside its weights, as local ones. Each is downloaded once."""
@@ -90,9 +90,9 @@ class Blobs:
         if not source.exists():
             part = source.with_suffix(".part")
             try:
-                await self._call(attempt, partial(self._store.download, receipt(file), part))
+                await self._call(attempt, partial(self.store.download, receipt(file), part))
             except KeyError as error:
-                raise CorruptObject(f"object {file.key} ({file.path}) is missing from {self._store.url}") from error
+                raise CorruptObject(f"object {file.key} ({file.path}) is missing from {self.store.url}") from error
             part.rename(source)
         return LocalFile(path=file.path, source=source)
 
@@ -105,7 +105,7 @@ class Blobs:
         return StoredFile(path=file.path, key=got.key, size=got.size, blake3=got.blake3)
 
     def _put(self, prefix: str, source: Path) -> Receipt:
-        return self._store.put_named(partial(object_key, prefix), source)
+        return self.store.put_named(partial(object_key, prefix), source)
 
     @staticmethod
     async def _result(begun: Future[Receipt]) -> Receipt | None:

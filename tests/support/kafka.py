@@ -106,7 +106,7 @@ def local_broker() -> Iterator[Kafka]:
         classes = ["-cp", f"{jars}/*"]
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         formatted = subprocess.run(
-            [java, *classes, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", config],
+            [java, *classes, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", config],
             capture_output=True,
             text=True,
             timeout=FORMAT_TIMEOUT_S,

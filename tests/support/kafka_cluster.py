@@ -247,7 +247,7 @@ def _format(brokers: Sequence[Broker], java: Sequence[str], keystore: Path) -> N
                 data=broker.folder / "data",
             )
         )
-        words: list[str | Path] = [*java, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", broker.config]
+        words: list[str | Path] = [*java, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", broker.config]
         running.append(provision.start(words, output=broker.folder / "format.log", name="format"))
     for each in running:
         code = each.process.wait(FORMAT_TIMEOUT_S)

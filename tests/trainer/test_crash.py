@@ -17,7 +17,7 @@ pytestmark = pytest.mark.chaos
 
 ROOT = Path(__file__).parents[2]
 DIES_WITHIN = 120.0
-STEPS = [Step.ENCODED, Step.UPLOADING, Step.UPLOADED, Step.DESCRIBED, Step.APPENDED, Step.ACCEPTED, Step.DONE]
+STEPS = [Step.ENCODING, Step.ENCODED, Step.UPLOADING, Step.UPLOADED, Step.DESCRIBED, Step.APPENDED, Step.ACCEPTED, Step.DONE]
 
 
 def run_until_dead(place: Place, step: Step, phase: str, folder: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stitch.core.anchors import ANCHOR_EVERY
 from stitch.core.errors import Fenced, InvalidRequest, VersionConflict
 from stitch.core.manifest import Kind
 from stitch.store.opening import open_store
 from stitch.trainer.attempt import Progress, Step
-from stitch.trainer.encoding import ANCHOR_EVERY
 from stitch.weights.safetensors import write_checkpoint
-from tests.trainer.places import POLICY, Place, same, weights
+from tests.trainer.places import POLICY, Place, Weights, same, weights
 
 pytestmark = pytest.mark.integration
 
@@ -34,6 +34,14 @@ def checkpoint(tmp_path: Path) -> Path:
     (folder / "config.json").write_text('{"model_type": "tiny"}')
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def noise(seed: int) -> Weights:
+    """A model of the form of `weights` in which nothing is as it was, and nothing can be compressed."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.frombuffer(rng.bytes(tensor.nbytes), tensor.dtype).reshape(tensor.shape) for name, tensor in weights(0).items()
+    }
 
 
 def test_versions_are_durable_accepted_and_read_back_as_they_were(place: Place) -> None:
@@ -66,15 +74,16 @@ def test_kinds_follow_what_is_cheapest(place: Place) -> None:
         assert delta.kind is Kind.DELTA
         assert delta.bytes_written < 4096
         assert pub.publish(weights(2), kind="full").kind is Kind.FULL
-        everything = {name: tensor + tensor.dtype.type(1) for name, tensor in weights(2).items()}
-        assert pub.publish(everything).kind is Kind.FULL, "a delta of all tensors is a full checkpoint"
+        everything = noise(3)
+        assert pub.publish(everything).kind is Kind.FULL, "a delta that is no smaller than a full version is one"
+        everything = noise(4)
         assert pub.publish(everything, kind="delta").kind is Kind.DELTA
         other_form = {"body": np.zeros(3, np.float32)}
         assert pub.publish(other_form).kind is Kind.FULL
         with pytest.raises(InvalidRequest, match="full"):
             pub.publish(weights(1), kind="delta")
         assert pub.next_number == 6
-    for number, expected in enumerate([weights(0), weights(1), weights(2), everything, everything, other_form]):
+    for number, expected in enumerate([weights(0), weights(1), weights(2), noise(3), everything, other_form]):
         assert same(place.read_back(number)[0], expected)
 
 
@@ -94,9 +103,10 @@ def test_a_chain_never_grows_past_its_bound() -> None:
 
 def test_heavy_deltas_make_an_anchor_early() -> None:
     place = Place.in_memory()
-    small = {"big": np.zeros(1000, np.int64), "tiny": np.zeros(100, np.int64)}
+    rng = np.random.default_rng(0)
     with place.publisher() as pub:
-        kinds = [pub.publish({**small, "big": small["big"] + n}).kind for n in range(4)]
+        models = [{"big": np.frombuffer(rng.bytes(8000), np.int64), "tiny": np.zeros(100, np.int64)} for _ in range(4)]
+        kinds = [pub.publish(model).kind for model in models]
     assert kinds == [Kind.FULL, Kind.DELTA, Kind.DELTA, Kind.FULL]
 
 
@@ -316,6 +326,7 @@ def test_progress_is_told_step_by_step() -> None:
         told.clear()
         done = pub.publish(weights(0))
     assert [p.step for p in told] == [
+        *[Step.ENCODING] * 3,
         Step.ENCODED,
         Step.UPLOADING,
         Step.UPLOADED,
@@ -324,7 +335,9 @@ def test_progress_is_told_step_by_step() -> None:
         Step.ACCEPTED,
         Step.DONE,
     ]
-    assert told[1].bytes_done == told[1].bytes_total == done.bytes_written
+    assert [(p.tensors_done, p.tensors_total) for p in told[:3]] == [(1, 3), (2, 3), (3, 3)]
+    assert told[2].bytes_done == sum(tensor.nbytes for tensor in weights(0).values())
+    assert told[4].bytes_done == told[4].bytes_total == done.bytes_written
 
 
 def test_weights_that_fail_midway_leave_the_publisher_usable(place: Place) -> None:

@@ -18,8 +18,13 @@ _COMMANDS: Final = {
     "replica": ("stitch.cli.serve", "replica", "Keep one engine at its channel's version and answer through it."),
     "engine": ("stitch.cli.engine", "engine", "Run the reference engine, or make a checkpoint for it."),
     "publish": ("stitch.cli.publish", "publish", "Publish a checkpoint directory as a version."),
+    "pull": ("stitch.cli.pull", "pull", "Write a version as a checkpoint directory."),
+    "verify": ("stitch.cli.verify", "verify", "Check that versions are there, whole and right."),
+    "diff": ("stitch.cli.diff", "diff", "Show what changed from one version to another."),
     "status": ("stitch.cli.inspect", "status", "Show policies, channels and replicas."),
     "log": ("stitch.cli.inspect", "log", "Look into the log."),
+    "compact": ("stitch.cli.compact", "compact", "Add full forms to old versions, so that joining stays cheap."),
+    "gc": ("stitch.cli.gc", "gc", "Retire versions that nobody needs, and delete their bytes."),
     "doctor": ("stitch.cli.doctor", "doctor", "Check log and store, and say how to mend what is wrong."),
     "topics": ("stitch.cli.inspect", "topics", "Make the log's streams, or check them."),
 }

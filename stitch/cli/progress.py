@@ -1,0 +1,142 @@
+"""What commands that move bytes show while they work, and how they are stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+import click
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from stitch.operators.watched import Watched
+from stitch.weights.staging import StagingCancelled
+
+F = TypeVar("F", bound=Callable[..., Any])
+UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_STDERR: Final = 2
+_SHOW_CURSOR: Final = b"\x1b[?25h"
+"""A bar hides it, and has no time left to show it again."""
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kmgt]?)(?P<binary>i?)b?\s*\Z", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_text(count: int) -> str:
+    """`5.3 MiB`: bytes for people."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} bytes" if unit == 0 else f"{value:.3g} {UNITS[unit]}" if value < 1000 else f"{value:.0f} {UNITS[unit]}"
+
+
+class Size(click.ParamType):  # type: ignore[type-arg] # generic in the newest click only
+    """A number of bytes as people write it: `5GB` (10^9), `4GiB` (2^30), `1000`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.match(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size; write it as 5GB, 4GiB or 1000000", param, ctx)
+        count = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWERS[match["prefix"].lower()])
+        if count < 1:
+            self.fail("must be at least one byte", param, ctx)
+        return count
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Yields whether to stop. The first SIGINT or SIGTERM asks the work to end in good order, which StagingCancelled tells here
+    and KeyboardInterrupt tells above; a second one ends the process at once."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if stopped:
+            os.write(_STDERR, _SHOW_CURSOR if os.isatty(_STDERR) else b"")
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stopped = True
+        os.write(_STDERR, b"\nstopping once the transfers in hand are done; again to stop at once\n")  # print might meet itself
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stopped
+    except StagingCancelled:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def scratch_option() -> Callable[[F], F]:
+    return click.option(
+        "--scratch",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Where versions are brought (default: the system's temporary folder).",
+    )
+
+
+class Bar:
+    """One line on the terminal: what is being done, and how far it is. Silent where nobody looks at it."""
+
+    def __init__(self, console: Console, look: Callable[[], tuple[int, int | None]], *, silent: bool) -> None:
+        """`look` tells bytes done, and of how many (None: not known)."""
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+        )
+        self._progress = _Looking(*columns, console=console, transient=True, disable=silent or not console.is_terminal)
+        self._progress.before_drawing = self._refresh
+        self._look = look
+        self._task = self._progress.add_task("looking", total=None)
+
+    def tell(self, what: str) -> None:
+        self._progress.update(self._task, description=escape(what))
+
+    def _refresh(self) -> None:
+        done, total = self._look()
+        self._progress.tasks[self._task].total = total  # `update` takes None for "as it was"
+        self._progress.update(self._task, completed=done)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+class _Looking(Progress):
+    """Asks how far the work is whenever it draws, so that the work need not tell."""
+
+    before_drawing: Callable[[], None] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.before_drawing is not None:
+            self.before_drawing()
+        yield from super().get_renderables()
+
+
+def bar_of(store: Watched, *, silent: bool) -> Bar:
+    """A bar of the downloads of a store, on the standard error."""
+
+    def look() -> tuple[int, int | None]:
+        amount = store.amount
+        return amount.done, amount.total or None
+
+    return Bar(Console(stderr=True), look, silent=silent)

@@ -14,6 +14,7 @@ from typing import Final
 
 from immutables import Map
 
+from stitch.core.dependents import counted
 from stitch.core.events import (
     AnchorAdded,
     ChannelMoved,
@@ -151,6 +152,8 @@ class PolicyLineage:
     channels: Map[ChannelName, Channel] = field(default_factory=Map)
     verdicts: Map[EventId, Verdict] = field(default_factory=Map)
     """What the first copy of each decision came to; it stands for good."""
+    dependents: Map[RunVersion, int] = field(default_factory=Map, compare=False, repr=False)
+    """How many unretired versions are built on the version directly. It follows from `versions`, and is no part of the state."""
 
     @property
     def epoch(self) -> Epoch:
@@ -352,9 +355,7 @@ def needed(policy: PolicyLineage, ref: RunVersion) -> bool:
 
     Direct links suffice: what an unretired version is built on is never retired, so a longer chain shows at its first link.
     """
-    if ref == policy.tip or any(channel.target == ref for channel in policy.channels.values()):
-        return True
-    return any(version.link == ref for version in policy.versions.values() if version.retired is None)
+    return ref == policy.tip or ref in policy.dependents or any(channel.target == ref for channel in policy.channels.values())
 
 
 # --- the changes: the decision counts ---------------------------------------------------------------------------------------
@@ -373,7 +374,8 @@ def _take(policy: PolicyLineage, decision: Decision, at: Position) -> PolicyLine
         case VersionQuarantined():
             return _take_quarantine(policy, decision, at)
         case VersionRetired():
-            return _change(policy, decision.version, retired=at)
+            link = policy.versions[decision.version].link
+            return _with(_change(policy, decision.version, retired=at), dependents=counted(policy.dependents, link, -1))
         case FormatRaised():
             raise AssertionError("of the namespace, not of a policy")
 
@@ -411,7 +413,8 @@ def _take_claim(policy: PolicyLineage, claim: RunClaimed, at: Position) -> Polic
                 break
             versions = versions.set(beyond.ref, replace(beyond, abandoned=True))
     owner = Claim(run=claim.run, writer=claim.writer, epoch=epoch, event_id=claim.event_id, position=at)
-    after = replace(policy, head=claim.event_id, owner=owner, tip=boot, runs=runs, versions=versions)
+    dependents = counted(policy.dependents, claim.alias, 1)
+    after = replace(policy, head=claim.event_id, owner=owner, tip=boot, runs=runs, versions=versions, dependents=dependents)
     return _move(after, LATEST, after.latest_target(), claim.event_id, at)
 
 
@@ -456,6 +459,7 @@ def _take_publication(policy: PolicyLineage, published: VersionPublished, at: Po
         head=published.event_id,
         tip=ref,
         versions=policy.versions.set(ref, version),
+        dependents=counted(policy.dependents, published.base, 1),
         runs=policy.runs.set(published.run, _run(greatest=ref.number, superseded=run.superseded)),
     )
     # The newest version is the tip, and nobody can have quarantined or retired it yet.
@@ -472,7 +476,7 @@ def _take_anchor(policy: PolicyLineage, added: AnchorAdded, at: Position) -> Pol
         if channel.target is not None and any(v.ref == added.version for v in policy.chain(channel.target)):
             channels = channels.set(name, replace(channel, source=added.event_id, position=at))
     after = _change(policy, added.version, anchor=added.manifest, anchor_size=added.size)
-    return replace(after, channels=channels)
+    return replace(after, channels=channels, dependents=counted(policy.dependents, policy.versions[added.version].link, -1))
 
 
 def _take_quarantine(policy: PolicyLineage, quarantine: VersionQuarantined, at: Position) -> PolicyLineage:

@@ -33,9 +33,10 @@ def state_digest(state: object) -> Digest:
 
 
 def plain(value: object) -> Any:
-    """A fold's state as JSON values: dataclasses and maps become objects, tuples lists."""
+    """A fold's state as JSON values: dataclasses and maps become objects, tuples lists. What a dataclass does not compare by is no
+    part of its state."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.compare}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -93,11 +93,16 @@ class Work:
 
 
 class Encoder:
-    """Of one rank, with the bytes of the version before. `local_base`: a checkpoint directory that may spare a download."""
+    """Of one rank, with the bytes of the version before; `keep` says whether those of the next one are kept for another.
 
-    def __init__(self, previous: Previous, share: Share, store: BlobStore, scratch: Path, local_base: Path | None) -> None:
+    `local_base`: a checkpoint directory that may spare a download.
+    """
+
+    def __init__(
+        self, previous: Previous, share: Share, store: BlobStore, scratch: Path, local_base: Path | None, *, keep: bool
+    ) -> None:
         self.previous: Final = previous
-        self._share, self._store, self._scratch, self._local_base = share, store, scratch, local_base
+        self._share, self._store, self._scratch, self._local_base, self._keep = share, store, scratch, local_base, keep
 
     def encode(
         self, source: Source, task: Task, folder: Path, emit: Callable[[Path], None], attempt: Attempt, *, full: bool = False
@@ -124,7 +129,9 @@ class Encoder:
         encoded, previous = work.encoded, self.previous
         paths = [file.source for file in encoded.weights]
         base = work.task.base_manifest
-        if work.filling is not None:
+        if not self._keep:
+            previous.forget()
+        elif work.filling is not None:
             previous.adopt(work.filling, digest)
         elif work.ours:
             previous.follow_full(paths, encoded.tensors, digest)
@@ -193,6 +200,8 @@ class Encoder:
 
     def _filling(self, weights: Weights, task: Task, form: Form, hooks: Hooks) -> Filling | None:
         """Room for a copy of the tensors that pass by, where nothing else would hold them all once the version is accepted."""
+        if not self._keep:
+            return None
         if form is Form.FULL:
             if not isinstance(weights, Path) or not task.keep:
                 return None

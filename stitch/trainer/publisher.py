@@ -101,6 +101,7 @@ class Publisher:
         scratch: str | os.PathLike[str] | None = None,
         comms: TrainerComms | None = None,
         memory_budget: int | None = None,
+        keep_previous: bool = True,
     ) -> Self:
         """Claims the policy for the run, within `timeout` seconds. Opening takes over from whoever had the same run open.
 
@@ -115,7 +116,8 @@ class Publisher:
 
         The bytes of the version before are kept, so that the next one costs what changed: up to `memory_budget` bytes of them
         (default: a quarter of the machine's memory, divided by the ranks) in memory, more in a file in `scratch`; 0: always
-        there. While the tip is `base`, that directory itself serves. Without room they are not kept, which a warning tells.
+        there. While the tip is `base`, that directory itself serves. Without room they are not kept, which a warning tells;
+        `keep_previous=False` spares the work where only one version is published.
 
         Raises Fenced where another run owns the policy and `take_over` is not given, or the run was superseded;
         VersionConflict where boot version or base do not fit what was accepted; Unavailable or OutcomeUnknown at the
@@ -161,6 +163,7 @@ class Publisher:
                     mine.value.blobs.store,
                     folder,
                     None if base is None else Path(base),
+                    keep=keep_previous,
                 ),
                 loop=loop,
                 resources=undo.pop_all(),

@@ -1,8 +1,9 @@
 """Weights turned into the files that a publisher uploads.
 
 Nothing is uploaded here, but each file is told of as soon as it is complete (`Hooks.emit`), while the next one is made. Several
-tensors are worked on at once (`stitch.weights.ordered`). In memory are the tensors in work (512 MiB, or one larger tensor, and the
-one that waits behind them; twice that for an iterable, whose tensors are copied), their blobs, and one pack of blobs.
+tensors are worked on at once (`stitch.weights.ordered`). In memory are, beside what the caller
+holds: the blobs of the tensors in work (one more than threads, 512 MiB of tensors at most or one larger), and one pack of blobs,
+64 MiB at most; for an iterable the tensors in work are copied, and as many bytes of buffers may lie idle.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SHARD_BYTES: Final = 1024 * 1024 * 1024
 """Of a full version that is not a directory's own: one shard is on its way while the next is written."""
 PACK_BYTES: Final = 64 * 1024 * 1024
 """At most of blobs in one file of a sparse delta: it is held in memory until it is complete, and is then on its way."""
-MIN_PACK_BYTES: Final = 1024 * 1024
+MIN_PACK_BYTES: Final = 4 * 1024 * 1024
 """Smaller files cost a store more than they save."""
 PACK_SHARE: Final = 1 / 8
 """Of what was packed before, for the next file: what is left to upload once all is encoded stays small beside the whole."""

@@ -21,7 +21,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
-        self.lists = np.empty(2 * compiled.BLOCK + 2, np.uint32)
+        self.lists = np.empty(4 * (compiled.BLOCK + 1), np.uint32)
         self.word_lists = np.empty(2 * compiled.BLOCK, np.uint64)
 
     def take(self, name: str, dtype: type[np.unsignedinteger[Any]], size: int) -> np.ndarray[Any, np.dtype[Any]]:

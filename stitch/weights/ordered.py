@@ -33,10 +33,11 @@ def in_order(
     """Each tensor with what `act` makes of it, in the order of `tensors`. Both are good until the next pair is taken.
 
     `tensors` is iterated in the caller's own thread, and `act` runs in `threads` others (default: one per core, up to eight).
-    `copy` says that a tensor's bytes are only good until the next one is taken: they are copied first. In work are at most as
-    many tensors as threads, of `room` bytes together, or a single larger one; beside them there is the one that was taken and
-    waits for room, and where copies are made, up to `room` bytes of idle buffers. An error of `tensors` or of `act` ends it once
-    no thread is at work any more.
+    `copy` says that a tensor's bytes are only good until the next one is taken: they are copied first.
+
+    Memory: in work, or ready so that no thread waits for the next, is at most one tensor more than threads, of `room` bytes
+    together, or a single larger one. Beside them there is the one that was taken and waits for room, and where copies are made,
+    up to `room` bytes of idle buffers. An error of `tensors` or of `act` ends it once no thread is at work any more.
     """
     workers = default_threads() if threads is None else threads
     spare = _Buffers(room) if copy else None
@@ -54,7 +55,7 @@ def in_order(
 
         try:
             for tensor in tensors:
-                while pending and (len(pending) >= workers or held + tensor.data.nbytes > room):
+                while pending and (len(pending) > workers or held + tensor.data.nbytes > room):
                     yield from finish()
                 mine = tensor if spare is None else spare.copy(tensor)
                 held += mine.data.nbytes

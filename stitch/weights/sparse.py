@@ -22,6 +22,7 @@ from stitch.weights.digest import add_to_state, state_digest, word_sum
 from stitch.weights.header import DTYPES
 from stitch.weights.kernels import Kernels, fast
 from stitch.weights.sparse_format import (
+    MIN_FRAME,
     SPARSE,
     UNCHANGED,
     WIDTHS,
@@ -40,10 +41,10 @@ __all__ = ["Description", "SparseTensor", "apply", "describe", "encode", "encode
 
 CHUNK_BYTES = 1 << 21
 """Old, new and their positions stay in a core's own cache, and many deltas fold on one chunk before the next."""
-TRIAL_UNITS: Final = 1024
-"""So many changed units are packed by every method before the smallest is taken for the rest of the tensor."""
+TRIAL_UNITS: Final = 1 << 11
+"""So many changed units are packed by every method, and the smallest is taken for the tensor."""
 DRIFT: Final = 1.5
-"""Where a chunk takes so many times the bytes per changed unit of the trial, the methods are tried anew."""
+"""Where a chunk's values take so many times the bytes per changed unit of the trial, the methods are tried anew."""
 FULL_SHARE: Final = 0.25
 """A chunk is tried whole where its sparse form takes more than this share of its bytes."""
 
@@ -85,8 +86,8 @@ def unit_bytes(dtype: str) -> int:
 def encode(old: memoryview, new: memoryview, *, width: int, state: StateDigest) -> SparseTensor | None:
     """What brings `old` (whose digest is `state`) to `new`, two buffers of the same length; None where nothing changed.
 
-    Never larger than the bytes themselves but for 16 bytes and 40 per chunk. The method is the smallest of all on the first
-    changed units of the tensor, and tried anew where chunks turn out larger than those made expect. Raises InvalidRequest.
+    Never larger than the bytes themselves but for 16 bytes and 40 per chunk. The method is the smallest of all on some of the
+    tensor's changed units, and tried anew where a chunk turns out larger than those made expect. Raises InvalidRequest.
     """
     before, after = _units(old, width, "old"), _units(new, width, "new")
     if before.nbytes != after.nbytes:
@@ -212,8 +213,11 @@ def from_overwrite(positions: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
 _POWERS: Final = np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64))
 
 
+_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
+
+
 class _Choice:
-    """The method of a tensor's chunks: the smallest of all, tried on its first changed units."""
+    """The method of a tensor's chunks: the one whose values are smallest, tried on a few units (gaps are the same for all)."""
 
     def __init__(self, loops: Kernels) -> None:
         self.loops = loops
@@ -228,32 +232,36 @@ class _Choice:
             return UNCHANGED
         gaps = self.loops.gaps_of(found.positions)
         if self._tried < TRIAL_UNITS:
-            best = self._try(found, gaps, width)
-        else:
-            best = self._pack(min(SPARSE, key=self._sizes.__getitem__), found, gaps, width)
-            if best.size > DRIFT * self._per_unit * count:
-                best = self._try(found, gaps, width)
+            self._try(found, width)
+        best = self._pack(found, gaps, width)
+        if best.size - len(best.stored[0]) > DRIFT * self._per_unit * count + MIN_FRAME:
+            self._tried, self._sizes = 0, dict.fromkeys(SPARSE, 0)
+            self._try(found, width)
+            best = self._pack(found, gaps, width)
         if best.size > FULL_SHARE * whole.nbytes:
             best = min(best, _pack_full(whole, count, width), key=lambda packed: packed.size)
         return best
 
-    def _try(self, found: Found, gaps: Bytes, width: int) -> Packed:
-        if self._tried >= TRIAL_UNITS:
-            self._tried, self._sizes = 0, dict.fromkeys(SPARSE, 0)
-        packed = [self._pack(method, found, gaps, width) for method in SPARSE]
-        self._tried += found.positions.size
-        for one in packed:
-            self._sizes[one.method] += one.size
+    def _try(self, found: Found, width: int) -> None:
+        """Takes units of the middle: a chunk's ends may be those of what changed in it."""
+        first = max(0, found.positions.size - TRIAL_UNITS) // 2
+        some = slice(first, first + TRIAL_UNITS)
+        sample = Found(positions=found.positions[some], old=found.old[some], new=found.new[some])
+        self._tried += sample.positions.size
+        for method in SPARSE:
+            self._sizes[method] += pack(self._chunk(method, sample, _NOTHING, width)).size
         self._per_unit = min(self._sizes.values()) / self._tried
-        return min(packed, key=lambda one: one.size)
 
-    def _pack(self, method: Method, found: Found, gaps: Bytes, width: int) -> Packed:
+    def _pack(self, found: Found, gaps: Bytes, width: int) -> Packed:
+        return pack(self._chunk(min(SPARSE, key=self._sizes.__getitem__), found, gaps, width))
+
+    def _chunk(self, method: Method, found: Found, gaps: Bytes, width: int) -> Chunk:
         count = found.positions.size
         if method is Method.DIFFERENCES:
             codes, magnitudes, wide = self.loops.differences(found, width)
-            return pack(Chunk(method=method, changed=count, gaps=gaps, values=codes, magnitudes=magnitudes, wide=wide))
+            return Chunk(method=method, changed=count, gaps=gaps, values=codes, magnitudes=magnitudes, wide=wide)
         units = found.new ^ found.old if method is Method.XOR else found.new
-        return pack(Chunk(method=method, changed=count, gaps=gaps, values=sparse_numpy.planes(units, width)))
+        return Chunk(method=method, changed=count, gaps=gaps, values=sparse_numpy.planes(units, width))
 
 
 def _pack_values(method: Method, positions: Positions, units: np.ndarray[Any, np.dtype[Any]], width: int) -> Packed:

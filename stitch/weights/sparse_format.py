@@ -26,8 +26,8 @@ MAGIC: Final = b"SPD\x01"
 """The last byte is the version of the format."""
 WIDTHS: Final = (1, 2, 4, 8)
 MIN_CHUNK_SHIFT: Final = 6
-MAX_CHUNK_SHIFT: Final = 24
-"""A reader never holds more than a few times 16 MiB, whatever a blob says."""
+MAX_CHUNK_SHIFT: Final = 22
+"""What a reader holds for a chunk is some 30 bytes a unit, so no more than 128 MiB whatever a blob says."""
 LONG_GAP: Final = 255
 """In the stream of gaps: so many units are skipped, and the gap goes on."""
 WIDE: Final = 255
@@ -39,7 +39,6 @@ MIN_FRAME: Final = 24
 """A stream shorter than this is not worth a frame's own header."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-HEADER: Final = np.dtype([("magic", "S4"), ("width", "u1"), ("chunk_shift", "u1"), ("zero", "<u2"), ("units", "<u8")])
 _HEADER: Final = struct.Struct("<4sBBHQ")
 """Magic, unit width, log2 of the chunk's bytes, zero, number of units."""
 _RECORD: Final = struct.Struct("<BBHI8I")

@@ -54,8 +54,8 @@ def run(options: Options) -> dict[str, float]:
             old = new
     ours, theirs = (statistics.median(side) for side in zip(*walls, strict=True))
     peak = statistics.median(peaks)
-    # What is said in stitch.weights.encode: tensors in work and the one that waits, each copied, and their blobs; one pack.
-    declared = PACK_BYTES + 2 * (default_threads() + 1) * largest
+    # What stitch.weights.encode says: tensors in work or waiting, as many idle buffers for their copies, and one pack of blobs.
+    declared = PACK_BYTES + 2 * (default_threads() + 2) * largest
     options.say(f"{len(base)} tensors: published in {ours:.3f} s, encoded in {theirs:.3f} s; grew by {peak / MIB:.0f} MiB")
     return {
         "wall_vs_encode": round(statistics.median(one / other for one, other in walls), 3),

@@ -15,7 +15,7 @@ from stitch.core.admission import Constraint, Gone, resolve, satisfies
 from stitch.core.events import Decision, RunClaimed, RunVersion, VersionPublished
 from stitch.core.ids import EventId, Generation, Offset, RunId, VersionNumber, WriterId
 from stitch.core.lineage import Lineage, PolicyLineage, Position, Verdict
-from stitch.core.replay import state_digest
+from stitch.core.replay import plain, state_digest
 from tests.core.builders import POLICY, History, version
 
 pytestmark = pytest.mark.unit
@@ -192,6 +192,15 @@ def test_state_is_sound_at_every_prefix(log: list[Decision]) -> None:
                 assert channel.target == policy.latest_target()
         if policy.owner is not None:
             assert [run for run, known in policy.runs.items() if not known.superseded] == [policy.owner.run]
+
+
+@EXAMPLES
+@given(logs())
+def test_dependents_are_the_unretired_versions_built_on_each(log: list[Decision]) -> None:
+    for policy in prefixes(log):
+        links = [v.link for v in policy.versions.values() if v.retired is None and v.link is not None]
+        assert dict(policy.dependents) == {link: links.count(link) for link in links}
+        assert "dependents" not in plain(policy), "derived: digests of earlier releases stand"
 
 
 @EXAMPLES

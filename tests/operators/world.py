@@ -313,6 +313,13 @@ def numbers(policy: PolicyLineage, *, retired: bool) -> set[int]:
     return {int(v.ref.number) for v in policy.versions.values() if (v.retired is not None) == retired}
 
 
+async def retired_and_hours_later(world: World, forms: str = "FddFdd") -> None:
+    """All but the newest chain was retired, and the grace is over by the log's clock; the log was silent since."""
+    await world.publish(forms)
+    await world.gc()
+    world.ahead_ms += HOUR_MS
+
+
 def retirement(number: int) -> VersionRetired:
     return VersionRetired(policy=POLICY, version=ref(number), event_id=new_event_id(), writer=WriterId("other"))
 

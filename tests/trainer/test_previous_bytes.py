@@ -120,6 +120,22 @@ def test_directories_that_are_asked_for_in_full_are_not_copied(
     check(place, 5, 5)
 
 
+def test_one_version_keeps_nothing_for_another(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "base", model(0))
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("kept")
+
+    monkeypatch.setattr(Previous, "_allocate", refuse)
+    with place.publisher(base=tmp_path / "base", keep_previous=False) as pub:
+        pub.publish(model(1))
+    with place.publisher(keep_previous=False) as pub:
+        pub.publish(as_directory(model(2), tmp_path / "c"))
+    assert codecs(place) == [Codec.SAFETENSORS, Codec.SPARSE, Codec.CHANGED_TENSORS]
+    for number in range(3):
+        check(place, number, number)
+
+
 def test_nothing_changed_is_nothing_uploaded(place: Place) -> None:
     with place.publisher() as pub:
         pub.publish(model(0))

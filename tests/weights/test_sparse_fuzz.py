@@ -144,7 +144,7 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
         (b"SPD\x02" + bytes(12), "of a newer format"),
         (HEADER.pack(MAGIC, 3, 20, 0, 0), "unit width 3"),
         (HEADER.pack(MAGIC, 2, 5, 0, 0), "chunk shift 5"),
-        (HEADER.pack(MAGIC, 2, 25, 0, 0), "chunk shift 25"),
+        (HEADER.pack(MAGIC, 2, 23, 0, 0), "chunk shift 23"),
         (HEADER.pack(MAGIC, 2, 20, 1, 0), "reserved 1"),
         (header(2**64 - 1), "do not hold the records"),
         (header(32), "do not hold the records"),

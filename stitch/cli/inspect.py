@@ -79,6 +79,7 @@ def _policy_row(policy: PolicyLineage) -> dict[str, Any]:
         "writer": policy.owner.writer if policy.owner else None,
         "epoch": policy.epoch,
         "tip": str(policy.tip) if policy.tip else None,
+        "weights_digest": policy.versions[policy.tip].manifest.weights_digest if policy.tip else None,
         "versions": len(policy.versions),
         "channels": {name: str(c.target) if c.target else None for name, c in sorted(policy.channels.items())},
     }
@@ -86,7 +87,8 @@ def _policy_row(policy: PolicyLineage) -> dict[str, Any]:
 
 def _replica_row(state: ReplicaState, lineage: Lineage, fleet: Fleet) -> dict[str, Any]:
     member = fleet.members[state.replica]
-    serving = state.serving
+    serving, known = state.serving, lineage.policy(state.policy)
+    published = known.versions.get(serving) if serving else None
     return {
         "replica": state.replica,
         "policy": state.policy,
@@ -94,8 +96,10 @@ def _replica_row(state: ReplicaState, lineage: Lineage, fleet: Fleet) -> dict[st
         "phase": state.phase.value,
         "silent": fleet.silent(member),
         "serving": str(serving) if serving else None,
+        "weights_digest": state.weights_digest,
+        "as_published": None if published is None else state.weights_digest == published.manifest.weights_digest,
         "target": str(state.target) if state.target else None,
-        "lag": lag(lineage.policy(state.policy), serving) if serving else None,
+        "lag": lag(known, serving) if serving else None,
         "in_flight": state.in_flight,
         "pause_ms": state.pause_ms,
         "error": state.error,
@@ -118,7 +122,8 @@ def _print_status(report: dict[str, Any]) -> None:
         pause = "" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms"
         phase = f"{row['phase']} (silent)" if row["silent"] and row["phase"] not in ("left", "failed") else row["phase"]
         serving, target = (_within(row[name], runs.get(row["policy"])) for name in ("serving", "target"))
-        cells = (row["replica"], phase, serving, row["lag"], target, row["in_flight"], pause, row["error"])
+        error = "serves other weights than were published" if row["as_published"] is False else row["error"]
+        cells = (row["replica"], phase, serving, row["lag"], target, row["in_flight"], pause, error)
         table.add_row(*("" if cell is None else str(cell) for cell in cells))
     if report["replicas"]:
         console.print(table)

@@ -182,6 +182,7 @@ class Pages:
             "transition": state.transition.value,
             "in_rotation": state.replica in self.table.rows,
             "serving": _text(state.serving),
+            "weights_digest": state.weights_digest,
             "target": _text(state.target),
             "staged": _text(state.staged),
             "lag": lag,

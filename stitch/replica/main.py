@@ -24,7 +24,6 @@ from stitch.replica.gate import Gate
 from stitch.replica.proxy import Proxy
 from stitch.replica.reconciler import Reconciler
 from stitch.store.opening import open_store
-from stitch.weights import kernels
 from stitch.weights.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,6 @@ async def _build(config: ReplicaConfig, stack: AsyncExitStack, events: EventLog 
         except Unavailable as error:
             log.warning("the log is away: %s; going on, and trying again", error)
     store = stack.enter_context(open_store(config.store))
-    kernels.warm()  # compiled while the first version comes
     staging = await asyncio.to_thread(
         Staging,
         config.workdir,

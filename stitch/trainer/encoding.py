@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from stitch.core.errors import InvalidRequest
 from stitch.core.ids import Digest, StateDigest
-from stitch.core.manifest import Codec, Kind, TensorSpec, weights_digest
+from stitch.core.manifest import Codec, Kind, TensorSpec
 from stitch.store.port import BlobStore
 from stitch.trainer.attempt import Attempt, Step
 from stitch.trainer.parts import Form, Part, Share, Task
@@ -113,7 +113,7 @@ class Encoder:
         they become a full version, unless the task is strict, they can be read only once, or are those of one rank of many.
         """
         form = Form.FULL if full else self._form(source, task)
-        told = _Told(attempt, task, source.weights)
+        told = _Told(attempt, self._expected(source, task))
         hooks = Hooks(emit=emit, told=told, share=not self._share.whole)
         if source.delta is not None:
             return self._of_delta(source, source.delta, task, form, folder / form, hooks)
@@ -264,6 +264,20 @@ class Encoder:
         finally:
             shutil.rmtree(workdir, ignore_errors=True)
 
+    def _expected(self, source: Source, task: Task) -> list[int]:
+        """Bytes of each tensor that is to be encoded here; none where that is not known before."""
+        sizes = dict(_sizes(task.base))
+        weights = source.weights
+        if source.delta is not None:
+            mine = self._share.names(sizes.items())
+            return [sizes[name] for name in source.delta.names if name in mine and name in sizes]
+        if isinstance(weights, Path):
+            sizes = dict(_directory_sizes(weights))
+            return [sizes[name] for name in self._share.names(sizes.items())]
+        if isinstance(weights, Mapping):
+            return [int(getattr(tensor, "nbytes", 0)) for tensor in weights.values()]
+        return list(sizes.values()) if self._share.whole else []
+
     def _files(self, files: tuple[LocalFile, ...]) -> tuple[LocalFile, ...]:
         """What goes along with the weights is small: rank 0 sees to it."""
         return files if self._share.rank == 0 else ()
@@ -272,11 +286,10 @@ class Encoder:
 class _Told:
     """Reports what is done, tensor by tensor."""
 
-    def __init__(self, attempt: Attempt, task: Task, weights: Weights) -> None:
+    def __init__(self, attempt: Attempt, sizes: Sequence[int]) -> None:
         self._attempt = attempt
         self._bytes = self._tensors = 0
-        self._of_bytes = tensor_sizes(task.base)
-        self._of_tensors = len(weights) if isinstance(weights, Mapping) else len(task.base)
+        self._of_bytes, self._of_tensors = sum(sizes), len(sizes)
 
     def __call__(self, tensor: HostTensor) -> None:
         self._tensors += 1
@@ -314,16 +327,8 @@ def _whole(
 
 
 def _digests(specs: Iterable[TensorSpec]) -> Encoded:
-    ordered = tuple(specs)
-    return Encoded(
-        kind=Kind.FULL,
-        codec=Codec.SAFETENSORS,
-        weights=(),
-        files=(),
-        tensors=ordered,
-        weights_digest=weights_digest(ordered),
-        complete=False,
-    )
+    """Of weights of which nothing is written."""
+    return Encoded(kind=Kind.FULL, codec=Codec.SAFETENSORS, weights=(), files=(), tensors=tuple(specs), complete=False)
 
 
 def _sizes(specs: Iterable[TensorSpec]) -> list[tuple[str, int]]:

@@ -23,7 +23,6 @@ from typing import Final, Self
 import numpy as np
 
 from stitch.core.errors import CorruptObject
-from stitch.core.ids import StateDigest
 from stitch.core.manifest import Codec, Manifest, TensorSpec
 from stitch.weights import sparse
 from stitch.weights.digest import state_digest
@@ -37,8 +36,9 @@ from stitch.weights.verify import check_layout, check_state
 BLOB_DTYPE: Final = "U8"
 GROUP_BYTES: Final = 16 * 1024 * 1024
 """Small tensors are handed to threads together, up to so many bytes."""
-THREAD_CHUNKS: Final = 8
-"""What one thread holds while it decodes, counted in a codec's chunks: streams, positions, old and new words."""
+THREAD_CHUNKS: Final = 16
+"""What one thread holds at most while it decodes, counted in a codec's chunks: streams, positions, words, about 30 bytes for each
+unit of two. Where a few of a hundred units change it is far less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +97,16 @@ class Chain:
         with TensorFile(target) as layout:
             self._layout(layout)
 
-    def apply(self, target: Path, check: Check, *, threads: int, trusting: bool = False) -> None:
+    def apply(self, target: Path, check: Check, *, threads: int, unread: bool = False) -> None:
         """Brings the file from the start to the newest version, in place. `check` is called between tensors and raises to stop.
 
         Not atomic: a caller that is interrupted must throw the file away. Each changed tensor's new digest follows from its
-        changed words and must be the manifest's; tensors that did not change are not read. `trusting` spares the reading of
-        tensors that came whole; then a caller verifies the file afterwards. Raises CorruptObject naming version and tensor.
+        changed words and must be the manifest's; tensors that did not change are not read. With `unread` no digest is kept, for a
+        caller that reads the whole file afterwards. Raises CorruptObject naming version and tensor.
         """
         with TensorFile(target) as layout, mapped(target) as data:
             self._layout(layout)
-            work = partial(self._apply_all, data, layout, trusting)
+            work = partial(self._apply_all, data, layout, unread)
             run_all((partial(work, group) for group in self._groups()), threads, check)
 
     def close(self) -> None:
@@ -188,24 +188,25 @@ class Chain:
         if group:
             yield group
 
-    def _apply_all(self, data: memoryview, layout: TensorFile, trusting: bool, edits: Iterable[_Edit]) -> None:
+    def _apply_all(self, data: memoryview, layout: TensorFile, unread: bool, edits: Iterable[_Edit]) -> None:
         for edit in edits:
             begin = layout.offset(edit.after.name)
-            self._apply(edit, data[begin : begin + tensor_bytes(edit.after.dtype, edit.after.shape)], trusting)
+            self._apply(edit, data[begin : begin + tensor_bytes(edit.after.dtype, edit.after.shape)], unread)
 
-    def _apply(self, edit: _Edit, target: memoryview, trusting: bool) -> None:
-        state: StateDigest = edit.before.state
+    def _apply(self, edit: _Edit, target: memoryview, unread: bool) -> None:
         if edit.whole is not None or sum(blob.nbytes for blob in edit.blobs) * mmap.PAGESIZE > target.nbytes:
             make_writable(target)  # a byte of a blob stands for a changed unit or two, so nearly every page will be written
         if edit.whole is not None:
             _copy(edit.whole, target)
-            if not trusting:
-                state = state_digest(target)
-        if edit.blobs:
-            try:
-                state = sparse.apply(edit.blobs, target, width=sparse.unit_bytes(edit.after.dtype), state=state)
-            except CorruptObject as error:
-                raise CorruptObject(f"{edit.source}: tensor {edit.after.name!r}: {error}") from error
+        width = sparse.unit_bytes(edit.after.dtype)
+        try:
+            if unread:
+                sparse.apply(edit.blobs, target, width=width, state=None)
+                return
+            state = edit.before.state if edit.whole is None else state_digest(target)
+            state = sparse.apply(edit.blobs, target, width=width, state=state)
+        except CorruptObject as error:
+            raise CorruptObject(f"{edit.source}: tensor {edit.after.name!r}: {error}") from error
         check_state(edit.after, state, edit.source)
 
 

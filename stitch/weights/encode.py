@@ -38,7 +38,7 @@ SHARD_BYTES: Final = 1024 * 1024 * 1024
 """Of a full version that is not a directory's own: one shard is on its way while the next is written."""
 PACK_BYTES: Final = 64 * 1024 * 1024
 """At most of blobs in one file of a sparse delta: it is held in memory until it is complete, and is then on its way."""
-MIN_PACK_BYTES: Final = 4 * 1024 * 1024
+MIN_PACK_BYTES: Final = 2 * 1024 * 1024
 """Smaller files cost a store more than they save."""
 PACK_SHARE: Final = 1 / 8
 """Of what was packed before, for the next file: what is left to upload once all is encoded stays small beside the whole."""
@@ -88,24 +88,18 @@ class Encoded:
     weights: tuple[LocalFile, ...]
     files: tuple[LocalFile, ...]
     tensors: tuple[TensorSpec, ...]
-    weights_digest: Digest
     complete: bool
-    """Whether the files hold every tensor, so that the version needs no base."""
+    """Whether the files hold every tensor whole, so that the version needs no base."""
+
+    @property
+    def weights_digest(self) -> Digest:
+        """Of all tensors; computed at each look."""
+        return weights_digest(self.tensors)
 
     @property
     def size(self) -> int:
         """Of the weight files, in bytes."""
         return sum(file.source.stat().st_size for file in self.weights)
-
-    def as_full(self) -> Encoded:
-        """A complete delta as the full checkpoint that its file is. Raises InvalidRequest where it is not complete."""
-        if self.kind is Kind.FULL:
-            return self
-        if not self.complete:
-            raise InvalidRequest("weights: a delta that leaves tensors out is no full checkpoint", field="kind")
-        paths = weight_paths(Kind.FULL, len(self.weights))
-        weights = tuple(LocalFile(path=path, source=file.source) for path, file in zip(paths, self.weights, strict=True))
-        return replace(self, kind=Kind.FULL, codec=Codec.SAFETENSORS, weights=weights)
 
 
 def encode_full(weights: Weights, scratch: Path, *, max_shard_bytes: int | None = None, hooks: Hooks = SILENT) -> Encoded:
@@ -131,7 +125,7 @@ def encode_delta(weights: Weights, base: Iterable[TensorSpec], scratch: Path, *,
     """The tensors that changed against a base of these specs, each whole, as one file in the folder `scratch`.
 
     All tensors must be given, changed or not, with the base's names, dtypes and shapes, else InvalidRequest names the tensor.
-    Where nothing changed the delta is empty; where everything did it is `complete`, and `as_full` spares readers the base.
+    Where nothing changed the delta is empty; where everything did it is `complete`, and its file a full checkpoint.
     """
     before = {spec.name: spec for spec in base}
     found: list[TensorSpec] = []
@@ -390,6 +384,5 @@ def _encoded(
         weights=weights,
         files=files,
         tensors=ordered,
-        weights_digest=weights_digest(ordered),
         complete=complete,
     )

@@ -44,9 +44,6 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "C64": np.dtype("<c8"),
 }
 """safetensors' name of a dtype -> numpy's, little-endian. Types of less than a byte are not among them."""
 

@@ -1,9 +1,9 @@
 """Which loops digest and sparse codec run on: numba's where they are compiled, numpy's until then. The bytes are the same.
 
-numba (the extra `fast`) takes a second to import and some more to compile, once per installation, since it keeps what it
-compiled beside the modules, in the user's cache folder, or in NUMBA_CACHE_DIR, whichever can be written; with no such place it
-compiles at every start. None of it happens where someone waits: `warm` starts it in the background, and so does enough work done
-in numpy. The environment variable STITCH_NUMBA=0 turns it off.
+numba (the extra `fast`) takes a second to import and five to compile these loops, then half a second to load them again: it keeps
+what it compiled beside the modules, in the user's cache folder, or in NUMBA_CACHE_DIR, whichever can be written; with no such place
+it compiles at every start. None of it happens where someone waits: `warm` starts it in the background, and so does enough work
+done in numpy. The environment variable STITCH_NUMBA=0 turns it off.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Kernels(Protocol):
     def differences(self, found: Found, width: int) -> tuple[Bytes, Bytes, Bytes]: ...
     def check(self, chunk: Chunk, width: int, units: int) -> bool: ...
     def apply_sparse(self, target: Bytes, chunk: Chunk, width: int, first_word: int) -> int: ...
+    def patch(self, target: Bytes, chunk: Chunk, width: int) -> None: ...
 
 
 class Fast(Kernels, Protocol):

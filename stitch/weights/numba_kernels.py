@@ -1,7 +1,7 @@
 """The loops of digest and sparse codec, compiled. Importing this module compiles them, or loads them from numba's cache.
 
 `stitch.weights.kernels` imports it, in the background. All run without the GIL. numba checks no bounds: what these loops index by
-was checked before by whoever calls them (positions by `check_gaps`, lengths by the blob's reader), and each says what it relies
+was checked before by whoever calls them (positions by `count`, lengths by the blob's reader), and each says what it relies
 on. Each is written so that the processor can run ahead: no branch depends on what changed where, and words that lie far apart are
 loaded in a loop of their own, many at once.
 
@@ -232,53 +232,68 @@ def count(gaps: Any, codes: Any, magnitudes: Any) -> Any:
 
 
 @_inlined
-def _locate(gaps: Any, position: Any, shift: Any, positions: Any, where: Any) -> Any:
-    """The positions that these gaps tell after `position`, and the words that they lie in; how many of each, and the last
-    position reached."""
+def _locate(gaps: Any, position: Any, positions: Any) -> Any:
+    """The positions that these gaps tell after `position`; how many, and the last one reached."""
     count = np.int64(0)
     for i in range(gaps.size):
         ends = np.int64(gaps[i] != 255)
         position += np.int64(gaps[i]) + ends
         positions[count] = position
         count += ends
+    return count, position
+
+
+@_inlined
+def _keep(words: Any, positions: Any, shift: Any, where: Any, before: Any) -> Any:
+    """The words that these positions lie in, and what they hold; returns how many. There is room after the last position."""
+    count = positions.size - 1
     positions[count] = 0xFFFFFFFF  # in another word than any
     touched = np.int64(0)
     for i in range(count):
         where[touched] = positions[i] >> shift
         touched += np.int64(positions[i] >> shift != positions[i + 1] >> shift)
-    return count, touched, position
+    # All that is far apart in memory is fetched here, many words at once.
+    for i in range(touched):
+        before[i] = words[where[i]]
+    return touched
 
 
 @_inlined
-def _read_differences(codes: Any, begin: Any, magnitudes: Any, small: Any, wide: Any, far: Any, operands: Any) -> Any:
-    """The differences from the `begin`th on; how many magnitudes and wide ones were used by then."""
-    for i in range(operands.size):
+def _add(
+    words: Any, positions: Any, shift: Any, bits: Any, codes: Any, begin: Any, magnitudes: Any, small: Any, wide: Any, far: Any
+) -> Any:
+    """Adds the differences from the `begin`th on; how many magnitudes and wide ones were used by then."""
+    within = (_ONE << np.uint64(shift)) - _ONE
+    mask = _ALL >> (_WORD_BITS - bits)
+    for i in range(positions.size):
         code = np.int64(codes[(begin + i) >> 2] >> (((begin + i) & 3) << 1))
         more = (code >> 1) & 1
         magnitude = np.int64(magnitudes[small])
         small += more
         sign = -(code & 1)
-        operands[i] = ((1 + more * (magnitude + 1)) ^ sign) - sign
-        if more and magnitude == 255:
-            operands[i] = wide[far]
+        difference = np.uint64(((1 + more * (magnitude + 1)) ^ sign) - sign)
+        if more & np.int64(magnitude == 255):
+            difference = wide[far]
             far += 1
+        word = np.int64(positions[i] >> shift)
+        up = (np.uint64(positions[i]) & within) * bits
+        value = words[word]
+        # The sum carries into higher units: only the unit's own bits of it count.
+        unit_mask = mask << up
+        words[word] = (value & ~unit_mask) | ((value + (difference << up)) & unit_mask)
     return small, far
 
 
 @_inlined
-def _change_units(words: Any, positions: Any, shift: Any, bits: Any, how: Any, operands: Any) -> Any:
+def _put(words: Any, positions: Any, shift: Any, bits: Any, how: Any, units: Any) -> Any:
     within = (_ONE << np.uint64(shift)) - _ONE
     mask = _ALL >> (_WORD_BITS - bits)
-    for i in range(operands.size):
+    for i in range(positions.size):
         word = np.int64(positions[i] >> shift)
         up = (np.uint64(positions[i]) & within) * bits
         value = words[word]
-        unit = operands[i]
-        if how == ADD:
-            unit += value >> up
-        elif how == XOR:
-            unit ^= value >> up
-        words[word] = (value & ~(mask << up)) | (unit & mask) << up
+        unit = units[i] << up
+        words[word] = value ^ unit if how == XOR else (value & ~(mask << up)) | unit
 
 
 @_compiled(
@@ -296,34 +311,59 @@ def apply(
     codes: Any,
     magnitudes: Any,
     lists: Any,
-    word_lists: Any,
+    before: Any,
 ) -> Any:
     """Changes, in place, the units of so many bits that a checked stream of gaps tells; returns the digest's change.
 
     By `how`: ADD the differences that codes, magnitudes (one more than the codes refer to) and `units` (the wide ones) hold; XOR
-    or SET the `units`. `lists` is scratch for 2 * BLOCK + 1 numbers, `word_lists` for 2 * BLOCK.
+    or SET the `units`. `lists` is scratch for 2 * (BLOCK + 1) numbers, `before` for BLOCK.
     """
     shift = np.int64(0)
     while bits << np.uint64(shift) < _WORD_BITS:
         shift += 1
     positions, where = lists[: BLOCK + 1], lists[BLOCK + 1 :]
-    before, operands = word_lists[:BLOCK], word_lists[BLOCK:]
     position = np.int64(-1)
     done = small = far = np.int64(0)
     change = _U0
     for start in range(0, gaps.size, BLOCK):
-        count, touched, position = _locate(gaps[start : start + BLOCK], position, shift, positions, where)
-        # All that is far apart in memory is fetched here, many words at once.
-        for i in range(touched):
-            before[i] = words[where[i]]
+        count, position = _locate(gaps[start : start + BLOCK], position, positions)
+        touched = _keep(words, positions[: count + 1], shift, where, before)
         if how == ADD:
-            small, far = _read_differences(codes, done, magnitudes, small, units, far, operands[:count])
+            small, far = _add(words, positions[:count], shift, bits, codes, done, magnitudes, small, units, far)
         else:
-            operands[:count] = units[done : done + count]
-        _change_units(words, positions, shift, bits, how, operands[:count])
+            _put(words, positions[:count], shift, bits, how, units[done : done + count])
         # A word that the next gaps touch too counts in both blocks, there from what it is now.
         for i in range(touched):
             index = _mix(first_word + np.uint64(where[i]))
             change += _mix(words[where[i]] ^ index) - _mix(before[i] ^ index)
         done += count
     return change
+
+
+@_compiled(*(types.void(_write(b), _read(8), types.int64, _read(b), _read(8), _read(8)) for b in (8, 16, 32, 64)))
+def patch(units: Any, gaps: Any, how: Any, values: Any, codes: Any, magnitudes: Any) -> Any:
+    """As `apply`, without a digest: one loop, in which nothing waits for anything but the position."""
+    position = np.uint64(_ALL)
+    done = small = far = np.int64(0)
+    for i in range(gaps.size):
+        gap = np.uint64(gaps[i])
+        if gap == _LONG:
+            position += _LONG
+            continue
+        position += gap + _ONE
+        if how == ADD:
+            code = np.int64(codes[done >> 2] >> ((done & 3) << 1))
+            more = (code >> 1) & 1
+            magnitude = np.int64(magnitudes[small])
+            small += more
+            sign = -(code & 1)
+            if more & np.int64(magnitude == 255):
+                units[position] += values[far]
+                far += 1
+            else:
+                units[position] += ((1 + more * (magnitude + 1)) ^ sign) - sign
+        elif how == XOR:
+            units[position] ^= values[done]
+        else:
+            units[position] = values[done]
+        done += 1

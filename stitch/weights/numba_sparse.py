@@ -9,10 +9,9 @@ import numpy as np
 
 from stitch.weights import numba_kernels as compiled
 from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, Bytes, Chunk, Method
-from stitch.weights.sparse_numpy import WORD, Found, Positions, planes, units_of
+from stitch.weights.sparse_numpy import UNIT, WORD, Found, Positions, Units, planes, units_of
 
 _NOTHING: Final = np.empty(0, np.uint8)
-_NO_WORDS: Final = np.empty(0, np.uint64)
 _HOW: Final = {Method.DIFFERENCES: compiled.ADD, Method.XOR: compiled.XOR, Method.RAW: compiled.SET}
 
 
@@ -22,13 +21,13 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
         self.lists = np.empty(4 * (compiled.BLOCK + 1), np.uint32)
-        self.word_lists = np.empty(2 * compiled.BLOCK, np.uint64)
+        self.before = np.empty(compiled.BLOCK, np.uint64)
 
     def take(self, name: str, dtype: type[np.unsignedinteger[Any]], size: int) -> np.ndarray[Any, np.dtype[Any]]:
         """For at least so many numbers, and one more; holds anything, and is good until the same is taken again."""
         array = self._arrays.get(name)
         if array is None or array.size <= size:
-            array = self._arrays[name] = np.empty(max(2 * size, 4096), dtype)
+            array = self._arrays[name] = np.empty(size + size // 8 + 4096, dtype)
         return array
 
 
@@ -73,24 +72,32 @@ def check(chunk: Chunk, width: int, units: int) -> bool:
 
 
 def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> int:
-    if chunk.method is Method.DIFFERENCES:
-        # The loop looks at one magnitude past the last.
-        magnitudes = _scratch.take("magnitudes", np.uint8, chunk.magnitudes.size)
-        magnitudes[: chunk.magnitudes.size] = chunk.magnitudes
-        units, codes = chunk.wide, chunk.values
-    else:
-        magnitudes, units, codes = _NOTHING, chunk.values, _NOTHING
-    operands = units_of(units, width).astype(np.uint64) if units.size else _NO_WORDS
+    values, codes, magnitudes = _streams(chunk, width)
     change = compiled.apply(
         target.view(WORD),
         8 * width,
         first_word,
         chunk.gaps,
         _HOW[chunk.method],
-        operands,
+        values.astype(np.uint64),
         codes,
         magnitudes,
         _scratch.lists,
-        _scratch.word_lists,
+        _scratch.before,
     )
     return int(change)
+
+
+def patch(target: Bytes, chunk: Chunk, width: int) -> None:
+    values, codes, magnitudes = _streams(chunk, width)
+    compiled.patch(target.view(UNIT[width]), chunk.gaps, _HOW[chunk.method], values, codes, magnitudes)
+
+
+def _streams(chunk: Chunk, width: int) -> tuple[Units, Bytes, Bytes]:
+    """Units, codes and magnitudes as the loops take them: they look at one magnitude past the last."""
+    if chunk.method is not Method.DIFFERENCES:
+        return units_of(chunk.values, width), _NOTHING, _NOTHING
+    size = chunk.magnitudes.size
+    magnitudes = _scratch.take("magnitudes", np.uint8, size)
+    magnitudes[:size] = chunk.magnitudes
+    return units_of(chunk.wide, width), chunk.values, magnitudes

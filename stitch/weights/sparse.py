@@ -9,9 +9,9 @@ numpy does the work until numba is warm (`stitch.weights.kernels`); the bytes ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -40,11 +40,13 @@ from stitch.weights.sparse_numpy import UNIT, WORD_BYTES, Found, Positions
 __all__ = ["Description", "SparseTensor", "apply", "describe", "encode", "encode_whole", "from_overwrite", "from_xor", "unit_bytes"]
 
 CHUNK_BYTES = 1 << 21
-"""Old, new and their positions stay in a core's own cache, and many deltas fold on one chunk before the next."""
+"""Small enough for the caches, so that many deltas fold on one chunk before the next; below 1 MiB calls begin to cost."""
 TRIAL_UNITS: Final = 1 << 11
 """So many changed units are packed by every method, and the smallest is taken for the tensor."""
 DRIFT: Final = 1.5
 """Where a chunk's values take so many times the bytes per changed unit of the trial, the methods are tried anew."""
+DENSE: Final = 0.25
+"""With so many changed units per word, all deltas together, the digest is taken of all words before and after instead."""
 FULL_SHARE: Final = 0.25
 """A chunk is tried whole where its sparse form takes more than this share of its bytes."""
 
@@ -117,12 +119,23 @@ def encode_whole(new: memoryview, *, width: int) -> SparseTensor:
     return SparseTensor(blob=blob, state=state_digest(new), changed=after.nbytes // width)
 
 
-def apply(blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int, state: StateDigest) -> StateDigest:
+@overload
+def apply(blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int, state: StateDigest) -> StateDigest: ...
+
+
+@overload
+def apply(
+    blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int, state: StateDigest | None
+) -> StateDigest | None: ...
+
+
+def apply(blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int, state: StateDigest | None) -> StateDigest | None:
     """Brings `target`, in place, from the bytes whose digest is `state` through all blobs, oldest first; returns the new digest.
 
     One pass over the target, chunk by chunk; the digest follows from the words that changed. Nothing of the target itself is
-    verified: the result is right if `state` was the target's and the digest returned is the expected one. Blobs may compare by
-    units narrower than `width`. Raises CorruptObject for a damaged blob, or one of another tensor: the target is then undefined.
+    verified: the result is right if `state` was the target's and the digest returned is the expected one. With `state` None no
+    digest is kept, for a caller that reads the whole result anyway. Blobs may compare by units narrower than `width`. Raises
+    CorruptObject for a damaged blob, or one of another tensor: the target is then undefined.
     """
     if target.readonly:
         raise InvalidRequest("target: is read-only", field="target")
@@ -137,13 +150,20 @@ def apply(blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int
     loops = _loops(data.nbytes)
     step = max((blob.chunk_bytes for blob in opened), default=CHUNK_BYTES)
     for start in range(0, data.nbytes, step):
-        for blob in opened:
-            # Chunk sizes are powers of two, so those of every blob nest in the largest.
-            first, last = start // blob.chunk_bytes, -(-min(start + step, data.nbytes) // blob.chunk_bytes)
-            for index in range(first, last):
-                if blob.records[index][0] != Method.UNCHANGED:
-                    change += _apply_chunk(blob, index, data, loops)
-    return add_to_state(state, change)
+        part = data[start : start + step]
+        chunks = list(_chunks_between(opened, start, start + part.nbytes))
+        if state is not None and sum(blob.records[index][3] for blob, index in chunks) < DENSE * part.nbytes / WORD_BYTES:
+            change += sum(_apply_chunk(blob, index, data, loops) for blob, index in chunks)
+            continue
+        change -= 0 if state is None else word_sum(part, start // WORD_BYTES)
+        for number, (blob, index) in enumerate(chunks):
+            # Memory that nothing has read yet comes faster to the loops that keep a digest: these fetch first, then change.
+            if state is None and number == 0 and blob.records[index][0] in SPARSE:
+                _apply_chunk(blob, index, data, loops)
+            else:
+                _patch_chunk(blob, index, data, loops)
+        change += 0 if state is None else word_sum(part, start // WORD_BYTES)
+    return None if state is None else add_to_state(state, change)
 
 
 def describe(blob: memoryview | bytes) -> Description:
@@ -275,21 +295,38 @@ def _pack_full(chunk: Bytes, changed: int, width: int) -> Packed:
     return pack(Chunk(method=Method.FULL, changed=changed, values=sparse_numpy.planes(chunk.view(UNIT[width]), width)))
 
 
+def _chunks_between(blobs: Sequence[Blob], start: int, end: int) -> Iterator[tuple[Blob, int]]:
+    """What the blobs, oldest first, hold of these bytes. Chunk sizes are powers of two: those of every blob nest in the largest."""
+    for blob in blobs:
+        for index in range(start // blob.chunk_bytes, -(-end // blob.chunk_bytes)):
+            if blob.records[index][0] != Method.UNCHANGED:
+                yield blob, index
+
+
 def _apply_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> int:
     """One chunk in place; the digest's change."""
     start = index * blob.chunk_bytes
     target = data[start : start + blob.chunk_bytes]
     first_word = start // WORD_BYTES
-    chunk = _open(blob, index, loops)
-    if chunk.method is Method.FULL:
+    if blob.records[index][0] == Method.FULL:
         before = word_sum(target, first_word)
-        target.view(UNIT[blob.width])[:] = sparse_numpy.units_of(chunk.values, blob.width)
+        _patch_chunk(blob, index, data, loops)
         return word_sum(target, first_word) - before
     padded = _words(target)
-    change = loops.apply_sparse(padded, chunk, blob.width, first_word)
+    change = loops.apply_sparse(padded, _open(blob, index, loops), blob.width, first_word)
     if padded is not target:
         target[:] = padded[: target.nbytes]
     return change
+
+
+def _patch_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> None:
+    """The same without the digest."""
+    target = data[index * blob.chunk_bytes : (index + 1) * blob.chunk_bytes]
+    chunk = _open(blob, index, loops)
+    if chunk.method is Method.FULL:
+        target.view(UNIT[blob.width])[:] = sparse_numpy.units_of(chunk.values, blob.width)
+    else:
+        loops.patch(target, chunk, blob.width)
 
 
 def _open(blob: Blob, index: int, loops: Kernels) -> Chunk:

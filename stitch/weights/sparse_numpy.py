@@ -114,19 +114,33 @@ def differences_of(chunk: Chunk, width: int) -> Units:
 
 def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> int:
     """A checked chunk of a sparse method, in place. Returns the digest's change."""
-    units, words = target.view(UNIT[width]), target.view(WORD)
-    ends = chunk.gaps != LONG_GAP
-    positions = np.cumsum(chunk.gaps.astype(np.int64) + ends)[ends] - 1
+    words = target.view(WORD)
+    positions = _positions(chunk)
     touched = positions // (WORD_BYTES // width)
     touched = touched[np.diff(touched, prepend=-1) > 0]
     before = words[touched]
+    _change(target.view(UNIT[width]), positions, chunk, width)
+    return _sum_at(touched, words[touched], first_word) - _sum_at(touched, before, first_word)
+
+
+def patch(target: Bytes, chunk: Chunk, width: int) -> None:
+    """The same without the digest. The target need not be whole words."""
+    _change(target.view(UNIT[width]), _positions(chunk), chunk, width)
+
+
+def _positions(chunk: Chunk) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ends = chunk.gaps != LONG_GAP
+    positions: np.ndarray[Any, np.dtype[np.int64]] = np.cumsum(chunk.gaps.astype(np.int64) + ends)[ends] - 1
+    return positions
+
+
+def _change(units: Units, positions: np.ndarray[Any, np.dtype[np.int64]], chunk: Chunk, width: int) -> None:
     if chunk.method is Method.DIFFERENCES:
         units[positions] += differences_of(chunk, width)
     elif chunk.method is Method.XOR:
         units[positions] ^= units_of(chunk.values, width)
     else:
         units[positions] = units_of(chunk.values, width)
-    return _sum_at(touched, words[touched], first_word) - _sum_at(touched, before, first_word)
 
 
 def _sum_at(where: np.ndarray[Any, np.dtype[np.int64]], words: Units, first_word: int) -> int:

@@ -20,7 +20,7 @@ from stitch.engines.reference.model import init, to_bf16
 from stitch.log.events import append
 from stitch.store.manifests import attempt_prefix, object_key, write_manifest
 from stitch.store.opening import open_store
-from stitch.weights import staging
+from stitch.weights import building
 from stitch.weights.encode import encode_full
 from stitch.weights.safetensors import WEIGHTS_FILE, TensorFile
 from stitch.weights.staging import Verify
@@ -68,9 +68,9 @@ async def test_with_a_single_buffer_an_engine_that_ends_meanwhile_is_given_the_n
     """The buffer is on its way when the engine dies: there is nothing that it could be started on, until the next life has the new
     version."""
     begun, go_on = threading.Event(), threading.Event()
-    original = staging.Chain.apply
+    original = building.Chain.apply
 
-    def apply(self: staging.Chain, *arguments: Any, **options: Any) -> None:
+    def apply(self: building.Chain, *arguments: Any, **options: Any) -> None:
         begun.set()
         go_on.wait(60)
         original(self, *arguments, **options)
@@ -79,7 +79,7 @@ async def test_with_a_single_buffer_an_engine_that_ends_meanwhile_is_given_the_n
         replica = await world.replica(single_buffer=True, command=misbehaving())
         await replica.serves(ref(0))
         path = Path((await replica.info())["buffers"]["path"])
-        monkeypatch.setattr(staging.Chain, "apply", apply)
+        monkeypatch.setattr(building.Chain, "apply", apply)
         await trainer.publish(kind="delta")
         await until(begun.is_set, "the buffer is on its way")
         assert not await asyncio.to_thread(path.exists)

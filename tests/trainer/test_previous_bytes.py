@@ -168,6 +168,19 @@ def test_another_life_begins_with_whole_tensors(place: Place, tmp_path: Path, fo
         check(place, number, number)
 
 
+def test_whole_tensors_of_all_names_are_a_full_version(place: Place) -> None:
+    after = {name: tensor + tensor.dtype.type(1) for name, tensor in model(0).items() if tensor.size}
+    before = {name: tensor for name, tensor in model(0).items() if tensor.size}
+    for weights, kind in ((before, Kind.FULL), (after, Kind.FULL), (before, Kind.FULL)):
+        with place.publisher() as pub:
+            assert pub.publish(weights).kind is kind
+    with place.publisher() as pub:
+        assert pub.publish(after, kind="delta").kind is Kind.DELTA
+    assert codecs(place)[-1] is Codec.CHANGED_TENSORS
+    for number, weights in enumerate((before, after, before, after)):
+        assert same(place.read_back(number)[0], weights)
+
+
 def test_a_base_directory_is_the_version_before(place: Place, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base", model(0), max_shard_bytes=9000)
     with place.publisher(base=tmp_path / "base") as pub:

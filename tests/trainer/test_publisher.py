@@ -340,6 +340,20 @@ def test_progress_is_told_step_by_step() -> None:
     assert told[4].bytes_done == told[4].bytes_total == done.bytes_written
 
 
+def test_progress_counts_tensors_and_bytes_of_every_form(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", weights(0))
+    size = sum(tensor.nbytes for tensor in weights(0).values())
+    told: list[Progress] = []
+    with Place.in_memory().publisher(progress=told.append) as pub:
+        for given, of in ((tmp_path / "c", (3, size)), (weights(1), (3, size)), (iter(weights(2).items()), (3, size))):
+            told.clear()
+            pub.publish(given)
+            encoding = [p for p in told if p.step is Step.ENCODING]
+            assert [p.tensors_done for p in encoding] == [1, 2, 3]
+            assert encoding[-1].bytes_done == size
+            assert {(p.tensors_total, p.bytes_total) for p in encoding} == {of}
+
+
 def test_weights_that_fail_midway_leave_the_publisher_usable(place: Place) -> None:
     def broken() -> Iterator[tuple[str, Any]]:
         yield "body", weights(0)["body"]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from stitch.core.errors import CorruptObject, Fenced, InvalidRequest, OutcomeUnknown, StitchError, Unavailable
 from stitch.core.ids import Digest, StateDigest
 from stitch.core.manifest import Codec, Kind, StoredFile, TensorSpec
-from stitch.trainer.comms import SingleProcess
+from stitch.trainer import comms as comms_module
+from stitch.trainer.comms import SingleProcess, TorchComms
 from stitch.trainer.parts import Content, Part, Ready, Receipts, Share, agreed, files_of, merged
 from stitch.trainer.team import Outcome, Team, outcome_of
 from stitch.weights.encode import LocalFile
@@ -116,6 +117,19 @@ def test_a_lost_rank_puts_the_others_out_of_step_for_good() -> None:
         return "told"
 
     assert at_all(SIZE, one) == ["told"] * SIZE
+
+
+def test_ranks_need_torch_distributed_set_up() -> None:
+    with pytest.raises(InvalidRequest, match="call init_process_group first") as refused:
+        TorchComms()
+    assert refused.value.field == "comms"
+
+
+def test_a_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comms_module, "MAX_MESSAGE_BYTES", 100)
+    assert comms_module._bounded("short") == "short"
+    with pytest.raises(InvalidRequest, match="at most 100 are sent"):
+        comms_module._bounded("x" * 200)
 
 
 # --- parts -------------------------------------------------------------------------------------------------------------------

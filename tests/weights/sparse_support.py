@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -39,18 +39,27 @@ def view(array: Array) -> memoryview:
 
 
 def applied(old: Array, *blobs: bytes, width: int) -> tuple[Array, StateDigest]:
-    """A copy of the old bytes brought through the blobs, and the digest that apply gives. The copy lies between guards at an odd
-    address, which must stay as they are."""
+    """A copy of the old bytes brought through the blobs, and the digest that apply gives. Without a digest it must do the same."""
+    target, state = _applied(old, blobs, width, state_digest(view(old)))
+    again, none = _applied(old, blobs, width, None)
+    assert view(again) == view(target)
+    assert none is None
+    assert state is not None
+    return target, state
+
+
+def _applied(old: Array, blobs: Sequence[bytes], width: int, state: StateDigest | None) -> tuple[Array, StateDigest | None]:
+    """On a copy that lies between guards at an odd address; they must stay as they are."""
     data = view(old)
     guarded = np.full(data.nbytes + 65, 0xA5, np.uint8)
     target = guarded[33 : 33 + data.nbytes]
     target[:] = np.frombuffer(data, np.uint8) if data.nbytes else 0
     try:
-        state = sparse.apply(blobs, memoryview(target), width=width, state=state_digest(data))
+        found = sparse.apply(blobs, memoryview(target), width=width, state=state)
     finally:
         assert (guarded[:33] == 0xA5).all()
         assert (guarded[33 + data.nbytes :] == 0xA5).all()
-    return target, state
+    return target, found
 
 
 @st.composite

@@ -96,14 +96,14 @@ def chained(folder: Path, *kinds: str, seed: int = 0) -> Chained:
     kinds=st.lists(st.sampled_from(["sparse", "delta"]), min_size=1, max_size=6),
     moves=st.lists(st.tuples(st.sampled_from(["nudge", "redraw", "nothing"]), st.integers(0, 5)), min_size=6, max_size=6),
     threads=st.sampled_from([1, 3]),
-    trusting=st.booleans(),
+    unread=st.booleans(),
     shift=st.integers(0, 8),
 )
 def test_a_chain_of_any_mix_ends_at_its_newest_version(
     kinds: list[str],
     moves: list[tuple[str, int]],
     threads: int,
-    trusting: bool,
+    unread: bool,
     shift: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_chain_of_any_mix_ends_at_its_newest_version(
     shift_data(target, shift)
     with Chain(made.start(), made.deltas(), source="newest") as chain:
         chain.check(target)
-        chain.apply(target, no_check, threads=threads, trusting=trusting)
+        chain.apply(target, no_check, threads=threads, unread=unread)
     verify(target, made.manifest.tensors, "target", no_check, threads=threads)
 
 

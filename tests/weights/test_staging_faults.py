@@ -262,15 +262,15 @@ def _interrupted(stage: Callable[[Callable[[], bool]], object], point: int) -> b
 
 STEPS: Final = (
     "buffers.write_whole",
-    "staging.Fetcher.fetch",
-    "staging.Fetcher.evict_weights",
-    "staging.StagedFolders.withdraw",
-    "staging.StagedFolders.expose",
-    "staging.StagedFolders.keep_only",
-    "staging.copy_file",
-    "staging.remove",
-    "staging.merge",
-    "staging.verify",
+    "fetch.Fetcher.fetch",
+    "fetch.Fetcher.evict_weights",
+    "shelf.StagedFolders.withdraw",
+    "shelf.StagedFolders.expose",
+    "shelf.StagedFolders.keep_only",
+    "building.copy_file",
+    "shelf.remove",
+    "building.merge",
+    "building.verify",
     "origins.copy_range",
     "origins.remove",
     "apply.sparse.apply",
@@ -370,7 +370,10 @@ staging.stage(ref(3), manifest(sys.argv[6]))
 """
 
 
-@pytest.mark.parametrize("step", ["Fetcher.fetch", "Chain.apply", "verify", "Buffer.mark_clean", "StagedFolders.expose"])
+@pytest.mark.parametrize(
+    "step",
+    ["fetch.Fetcher.fetch", "building.Chain.apply", "building.verify", "buffers.Buffer.mark_clean", "shelf.StagedFolders.expose"],
+)
 def test_killed_process(step: str, tmp_path: Path) -> None:
     """SIGKILL in the middle; the next process finds what it can use and rebuilds the rest."""
     store = DirectoryStore(tmp_path / "store")
@@ -379,7 +382,7 @@ def test_killed_process(step: str, tmp_path: Path) -> None:
     for number in (1, 2, 3):
         line.sparse(number, number - 1, ALL[number])
     refs = [f"{r.key},{r.digest},{r.weights_digest}" for r in (line.refs[n] for n in (0, 1, 3))]
-    step = f"stitch.weights.staging.{step}"
+    step = f"stitch.weights.{step}"
     command = [sys.executable, "-c", KILLED, str(tmp_path / "work"), str(tmp_path / "store"), step, *refs]
     ended = subprocess.run(command, timeout=120, check=False, capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
@@ -417,7 +420,7 @@ class TestDisk:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("stitch.weights.staging.copy_file", full)
+        monkeypatch.setattr("stitch.weights.building.copy_file", full)
         with pytest.raises(NotEnoughSpace, match="became full"):
             scene.stage(1)
         monkeypatch.undo()

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from stitch.core.errors import CorruptObject, InvalidRequest
 from stitch.store.faulty import Fault, Kind
-from stitch.weights import fetch, staging
+from stitch.weights import building, fetch
+from stitch.weights.apply import THREAD_CHUNKS
 from stitch.weights.buffers import Buffer
 from stitch.weights.files import held_bytes
 from stitch.weights.safetensors import WEIGHTS_FILE
+from stitch.weights.sparse import CHUNK_BYTES
 from stitch.weights.staging import NotEnoughSpace, StagingCancelled, Verify
 from tests.weights.scene import ALL, MIXED, SPARSE, V0, V2, Scene, expected_file
 from tests.weights.versions import assert_same, changed, loaded
@@ -51,13 +53,13 @@ class TestSingleBuffer:
     def test_nobody_can_load_from_it_while_it_is_on_its_way(self, single: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         before = single.go(1)
         seen: list[bool] = []
-        original = staging.Chain.apply
+        original = building.Chain.apply
 
-        def apply(self: staging.Chain, *arguments: object, **options: object) -> None:
+        def apply(self: building.Chain, *arguments: object, **options: object) -> None:
             seen.append(before.path.exists() or single.staging.active is not None)
             original(self, *arguments, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(staging.Chain, "apply", apply)
+        monkeypatch.setattr(building.Chain, "apply", apply)
         single.stage(2)
         assert seen == [False]
 
@@ -185,15 +187,15 @@ class TestBudget:
 
 def test_a_memory_budget_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    original = staging.Chain.apply
+    original = building.Chain.apply
 
-    def apply(self: staging.Chain, *arguments: object, **options: int) -> None:
+    def apply(self: building.Chain, *arguments: object, **options: int) -> None:
         threads.append(options["threads"])
         original(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(staging.Chain, "apply", apply)
-    monkeypatch.setattr(staging, "default_threads", lambda: 6)
-    for budget, expected in ((None, 6), (1, 1), (17 << 20, 2), (1 << 40, 6)):
+    monkeypatch.setattr(building.Chain, "apply", apply)
+    monkeypatch.setattr(building, "default_threads", lambda: 6)
+    for budget, expected in ((None, 6), (1, 1), (2 * THREAD_CHUNKS * CHUNK_BYTES + 1, 2), (1 << 40, 6)):
         scene = Scene(tmp_path / str(budget), deltas=SPARSE, memory_budget=budget)
         with scene.staging:
             assert_same(loaded(scene.stage(3).path), ALL[3])

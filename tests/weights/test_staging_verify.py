@@ -138,7 +138,7 @@ class TestIncremental:
         scene.go(0)
         scene.go(1)
         read: list[str] = []
-        monkeypatch.setattr("stitch.weights.staging.verify", lambda path, *_, **__: read.append(path.parent.name))
+        monkeypatch.setattr("stitch.weights.building.verify", lambda path, *_, **__: read.append(path.parent.name))
         scene.stage(2)
         assert read == []
         scene.restart()

@@ -340,30 +340,60 @@ def apply(
     return change
 
 
-@_compiled(*(types.void(_write(b), _read(8), types.int64, _read(b), _read(8), _read(8)) for b in (8, 16, 32, 64)))
-def patch(units: Any, gaps: Any, how: Any, values: Any, codes: Any, magnitudes: Any) -> Any:
-    """As `apply`, without a digest: one loop, in which nothing waits for anything but the position."""
-    position = np.uint64(_ALL)
-    done = small = far = np.int64(0)
+_BITS: Final = (8, 16, 32, 64)
+_U3: Final = np.uint64(3)
+
+
+@_compiled(*(types.void(_write(b), _read(8), _read(b), _read(8), _read(8)) for b in _BITS))
+def add(units: Any, gaps: Any, wide: Any, codes: Any, magnitudes: Any) -> Any:
+    """As `apply` with ADD, without a digest. Its branches are rare ones, which processors guess right."""
+    position = _ALL
+    done = small = far = _U0
     for i in range(gaps.size):
         gap = np.uint64(gaps[i])
         if gap == _LONG:
             position += _LONG
             continue
         position += gap + _ONE
-        if how == ADD:
-            code = np.int64(codes[done >> 2] >> ((done & 3) << 1))
-            more = (code >> 1) & 1
-            magnitude = np.int64(magnitudes[small])
-            small += more
-            sign = -(code & 1)
-            if more & np.int64(magnitude == 255):
-                units[position] += values[far]
-                far += 1
-            else:
-                units[position] += ((1 + more * (magnitude + 1)) ^ sign) - sign
-        elif how == XOR:
-            units[position] ^= values[done]
-        else:
-            units[position] = values[done]
-        done += 1
+        code = np.uint64(codes[done >> _TWO]) >> ((done & _U3) << _ONE)
+        done += _ONE
+        magnitude = _ONE
+        if code & _TWO:
+            magnitude = np.uint64(magnitudes[small]) + _TWO
+            small += _ONE
+            if magnitude > _LARGEST:
+                units[position] += wide[far]
+                far += _ONE
+                continue
+        sign = _U0 - (code & _ONE)
+        units[position] += (magnitude ^ sign) - sign
+
+
+@_compiled(*(types.void(_write(b), _read(8), _read(b)) for b in _BITS))
+def flip(units: Any, gaps: Any, values: Any) -> Any:
+    """As `apply` with XOR, without a digest."""
+    position = _ALL
+    done = _U0
+    for i in range(gaps.size):
+        gap = np.uint64(gaps[i])
+        if gap == _LONG:
+            position += _LONG
+            continue
+        position += gap + _ONE
+        units[position] ^= values[done]
+        done += _ONE
+
+
+@_compiled(*(types.void(_write(b), _read(8), _read(b)) for b in _BITS))
+def put(units: Any, gaps: Any, values: Any) -> Any:
+    """As `apply` with SET, without a digest."""
+    position = _ALL
+    done = _U0
+    for i in range(gaps.size):
+        gap = np.uint64(gaps[i])
+        if gap == _LONG:
+            position += _LONG
+            continue
+        position += gap + _ONE
+        units[position] = values[done]
+        done += _ONE

@@ -90,7 +90,13 @@ def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> in
 
 def patch(target: Bytes, chunk: Chunk, width: int) -> None:
     values, codes, magnitudes = _streams(chunk, width)
-    compiled.patch(target.view(UNIT[width]), chunk.gaps, _HOW[chunk.method], values, codes, magnitudes)
+    units = target.view(UNIT[width])
+    if chunk.method is Method.DIFFERENCES:
+        compiled.add(units, chunk.gaps, values, codes, magnitudes)
+    elif chunk.method is Method.XOR:
+        compiled.flip(units, chunk.gaps, values)
+    else:
+        compiled.put(units, chunk.gaps, values)
 
 
 def _streams(chunk: Chunk, width: int) -> tuple[Units, Bytes, Bytes]:

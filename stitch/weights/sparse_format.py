@@ -37,6 +37,9 @@ ZSTD_LEVEL: Final = 1
 """Level 3 was no smaller on recorded training steps."""
 MIN_FRAME: Final = 24
 """A stream shorter than this is not worth a frame's own header."""
+WORTHWHILE: Final = 8
+"""A frame must save this part of its stream. Gaps of a usual training step save less, and to open them would cost a reader as much
+as all the rest."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _HEADER: Final = struct.Struct("<4sBBHQ")
@@ -245,7 +248,7 @@ def _store_stream(stream: Bytes) -> bytes:
     if stream.nbytes < MIN_FRAME:
         return stream.tobytes()
     frame = _zstd.compressor.compress(stream.data)
-    return frame if len(frame) < stream.nbytes else stream.tobytes()
+    return frame if len(frame) <= stream.nbytes - stream.nbytes // WORTHWHILE else stream.tobytes()
 
 
 def _open_stream(stored: memoryview, length: int, chunk: int) -> Bytes:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
 from stitch.cli.progress import bar_of, scratch_option, size_text, stoppable
 from stitch.operators.difference import SORTS, Change, Difference, TensorChange, Way, difference, ordered
@@ -129,7 +129,7 @@ def _print(found: Difference, shown: Sequence[TensorChange]) -> None:
 
 
 def _table(found: Difference, shown: Sequence[TensorChange]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table = tables.table()
     table.add_column("tensor", overflow="fold", ratio=1)
     table.add_column("form", overflow="fold")
     by_values, stored = found.way is Way.VALUES, any(tensor.stored is not None for tensor in shown)

@@ -21,8 +21,8 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, run, store_option
 from stitch.core.errors import InvalidRequest, LogDiverged, StitchError, Unavailable, UnreadableEvent
 from stitch.core.events import FORMAT_LEVEL
@@ -92,7 +92,7 @@ def doctor(log_url: str | None, store_url: str | None, as_json: bool) -> None:
 
 def _print(checks: list[Check]) -> None:
     colours = {State.OK: "green", State.NOTE: "yellow", State.MEND: "bold red"}
-    table = Table("check", "", "found")
+    table = tables.table("check", "", "found")
     for check in checks:
         table.add_row(check.name, f"[{colours[check.state]}]{check.state}[/]", escape(check.found))
     Console().print(table)

@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
+from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
 from stitch.cli.progress import size_text
 from stitch.core.ids import policy_id
@@ -108,7 +108,7 @@ def _amount(amount: Amount) -> dict[str, int]:
 def _print(report: Report) -> None:
     console = Console()
     would = "would be " if report.dry_run else ""
-    kept = Table("kept", "bytes", "why")
+    kept = tables.table("kept", "bytes", "why")
     for each in report.kept[:ROWS]:
         kept.add_row(str(each.ref), size_text(each.size), escape("; ".join(each.why)))
     console.print(kept)
@@ -117,7 +117,7 @@ def _print(report: Report) -> None:
     for ref, verdict in report.refused:
         click.echo(f"not retired: {ref}: {verdict}")
     if report.deleted:
-        freed = Table(f"{would}deleted", "objects", "bytes", "why")
+        freed = tables.table(f"{would}deleted", "objects", "bytes", "why")
         for group in report.deleted[:ROWS]:
             freed.add_row(group.path, str(len(group.keys)), size_text(group.size), group.why)
         console.print(freed)
@@ -137,7 +137,7 @@ def _print(report: Report) -> None:
 def _versions(title: str, holdings: list[Holding]) -> None:
     if not holdings:
         return
-    table = Table(title, "bytes")
+    table = tables.table(title, "bytes")
     for each in holdings[:ROWS]:
         table.add_row(str(each.ref), size_text(each.size))
     Console().print(table)

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run
 from stitch.core import lineage as lineage_fold
 from stitch.core.admission import lag
@@ -117,7 +117,7 @@ def _print_status(report: dict[str, Any]) -> None:
             f"[bold]{row['policy']}[/]  run {row['run']}  tip {row['tip']}  epoch {row['epoch']}  {row['versions']} versions"
         )
         console.print("  channels: " + ", ".join(f"{name} -> {target}" for name, target in row["channels"].items()))
-    table = Table("replica", "phase", "serving", "lag", "target", "in flight", "last pause", "error")
+    table = tables.table("replica", "phase", "serving", "lag", "target", "in flight", "last pause", "error")
     for row in report["replicas"]:
         pause = "" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms"
         phase = f"{row['phase']} (silent)" if row["silent"] and row["phase"] not in ("left", "failed") else row["phase"]

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from stitch.cli.options import json_option, log_option, policy_option, store_option
-from stitch.cli.progress import Bar, Size, size_text
+from stitch.cli.progress import Bar, size_text
 
 if TYPE_CHECKING:
     from stitch.trainer.attempt import Progress
@@ -45,7 +45,12 @@ WAITING_CHARACTERS: Final = 60
 )
 @click.option("--boot-version", metavar="VERSION", help="Go on from this version; what lies beyond is abandoned.")
 @click.option("--take-over", is_flag=True, help="Open a new run although another owns the policy.")
-@click.option("--memory-budget", type=Size(), metavar="SIZE", help="Memory for the weights before, from which a delta is made.")
+@click.option(
+    "--previous",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Checkpoint with the weights of the version before: a delta then holds what changed, not whole tensors.",
+)
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=1800.0, show_default=True, help="Seconds.")
 @json_option()
 def publish(
@@ -59,7 +64,7 @@ def publish(
     base: Path | None,
     boot_version: str | None,
     take_over: bool,
-    memory_budget: int | None,
+    previous: Path | None,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -85,7 +90,8 @@ def publish(
             boot_version=boot,
             base=base,
             take_over=take_over,
-            memory_budget=memory_budget,
+            previous=previous,
+            keep_previous=False,
             timeout=timeout,
             progress=steps.told,
         ) as publisher,

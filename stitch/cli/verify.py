@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
 from stitch.cli.progress import bar_of, scratch_option, size_text, stoppable
 from stitch.core.lineage import Version
@@ -90,7 +89,7 @@ def _row(checked: Checked) -> dict[str, Any]:
 def _print(checked: Sequence[Checked], *, deep: bool) -> None:
     console = Console()
     shown = [each for each in checked if len(checked) <= ROWS or not each.ok]
-    table = Table("version", "form", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table = tables.table("version", "form")
     for name in ("objects", "size"):
         table.add_column(name, justify="right")
     table.add_column("")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stitch.core.ids import Digest, VersionNumber
-from stitch.core.manifest import ManifestRef
+from stitch.core.manifest import ManifestRef, weights_digest
 from stitch.core.writer import BaseOffer, Opening
 from stitch.log.opening import open_log
 from stitch.log.port import EventLog
@@ -20,29 +20,31 @@ from stitch.trainer.author import Author
 from stitch.trainer.blobs import Blobs
 from stitch.trainer.decisions import Decisions
 from stitch.trainer.portal import LoopThread
-from stitch.weights.encode import Encoded, encode_full, weight_files
+from stitch.weights.encode import Encoded, digest_all, encode_full, weight_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """One rank, before anything was claimed. `base` is encoded at rank 0 alone."""
+    """One rank, before anything was claimed. `base` is encoded at rank 0 alone; `previous`: the weights digest of a directory."""
 
     opening: Opening
     folder: Path
     blobs: Blobs
     base: Encoded | None
+    previous: Digest | None
 
 
 def begin(
     opening: Opening,
     store: str | BlobStore,
     base: str | os.PathLike[str] | None,
+    previous: str | os.PathLike[str] | None,
     scratch: str | os.PathLike[str] | None,
     undo: ExitStack,
     *,
     leads: bool,
 ) -> Begun:
-    """Opens the store and makes the scratch folder, and leaves it to `undo` to end them. Raises what a base is refused for."""
+    """Opens the store and makes the scratch folder, and leaves it to `undo` to end them. Raises what a directory is refused for."""
     folder = Path(undo.enter_context(_scratch(scratch)))
     blobs_store = open_store(store) if isinstance(store, str) else store
     if isinstance(store, str):
@@ -55,7 +57,8 @@ def begin(
         opening = _with_base(opening, encoded)
     elif base is not None:
         weight_files(Path(base))
-    return Begun(opening=opening, folder=folder, blobs=blobs, base=encoded)
+    held = None if previous is None else weights_digest(digest_all(Path(previous)))
+    return Begun(opening=opening, folder=folder, blobs=blobs, base=encoded, previous=held)
 
 
 async def claim(begun: Begun, log: str | EventLog, undo: ExitStack, loop: LoopThread, attempt: Attempt) -> Author:

@@ -101,6 +101,7 @@ class Publisher:
         scratch: str | os.PathLike[str] | None = None,
         comms: TrainerComms | None = None,
         memory_budget: int | None = None,
+        previous: str | os.PathLike[str] | None = None,
         keep_previous: bool = True,
     ) -> Self:
         """Claims the policy for the run, within `timeout` seconds. Opening takes over from whoever had the same run open.
@@ -116,8 +117,9 @@ class Publisher:
 
         The bytes of the version before are kept, so that the next one costs what changed: up to `memory_budget` bytes of them
         (default: a quarter of the machine's memory, divided by the ranks) in memory, more in a file in `scratch`; 0: always
-        there. While the tip is `base`, that directory itself serves. Without room they are not kept, which a warning tells;
-        `keep_previous=False` spares the work where only one version is published.
+        there. While the tip is `base`, that directory itself serves; so does `previous`, a checkpoint directory with the weights
+        of the tip as it is at opening. Without room they are not kept, which a warning tells; `keep_previous=False` spares the work
+        where only one version is published.
 
         Raises Fenced where another run owns the policy and `take_over` is not given, or the run was superseded;
         VersionConflict where boot version or base do not fit what was accepted; Unavailable or OutcomeUnknown at the
@@ -128,7 +130,7 @@ class Publisher:
 
         def begun() -> Begun:
             opening = opening_of(policy, run, boot_version, base, take_over=take_over)
-            return begin(opening, store, base, scratch, undo, leads=team.leads)
+            return begin(opening, store, base, previous, scratch, undo, leads=team.leads)
 
         with ExitStack() as undo:
             loop = LoopThread()
@@ -146,10 +148,16 @@ class Publisher:
             opened = decided(loop, team, Outcome(value=mine.error is None, error=mine.error), lead)
             assert mine.value is not None
             folder = mine.value.folder
-            previous = Previous(folder / "previous", default_budget(team.size) if memory_budget is None else memory_budget)
-            undo.callback(previous.close)
-            if base is not None and opened.base is not None:
-                previous.map_directory(Path(base), opened.base)
+            held = Previous(folder / "previous", default_budget(team.size) if memory_budget is None else memory_budget)
+            undo.callback(held.close)
+            if previous is not None and mine.value.previous is not None:
+                held.map_directory(Path(previous), mine.value.previous)
+                if author is not None and author.tip_weights != held.digest:
+                    _logger.warning(
+                        "previous: %s does not hold the weights of %s, so it is of no use", previous, author.standing().head
+                    )
+            elif base is not None and opened.base is not None:
+                held.map_directory(Path(base), opened.base)
             return cls(
                 policy=mine.value.opening.policy,
                 run=mine.value.opening.run,
@@ -158,7 +166,7 @@ class Publisher:
                 standing=opened.standing,
                 blobs=mine.value.blobs,
                 encoder=Encoder(
-                    previous,
+                    held,
                     Share(rank=team.rank, size=team.size),
                     mine.value.blobs.store,
                     folder,

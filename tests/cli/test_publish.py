@@ -269,10 +269,32 @@ def test_debug_shows_the_trace(place: Place) -> None:
     assert "Traceback" in told.err
 
 
-def test_a_memory_budget_is_a_size(place: Place) -> None:
-    directory = place.directory("a", model())
-    assert place.publish(directory, "--memory-budget", "1MiB").code == 0
-    assert place.publish(directory, "--memory-budget", "lots").code == 2
+def test_given_the_version_before_a_delta_holds_what_changed(place: Place) -> None:
+    old, new = model(), stepped(model())
+    before, after = place.directory("a", old), place.directory("b", new)
+    place.publish(before)
+    told = place.publish(after, "--previous", before)
+    assert told.code == 0, told.err
+    assert told.json["kind"] == "delta"
+    assert command("diff", "0", "1", "--json", *place.places).json["way"] == "delta"
+    assert same(place.pulled("latest"), new)
+
+
+def test_another_directory_than_the_version_before_is_said_and_of_no_use(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = model(), stepped(model())
+    place.publish(place.directory("a", old))
+    other = place.directory("c", model(9))
+    told = place.publish(place.directory("b", new), "--previous", other)
+    assert told.code == 0, told.err
+    assert f"{other} does not hold the weights of r1/weight_v000000" in caplog.text
+    assert same(place.pulled("latest"), new)
+
+
+def test_the_version_before_must_be_a_checkpoint(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    told = place.publish(place.directory("a", model()), "--previous", tmp_path / "empty")
+    assert told.code == 1
+    assert "holds neither model.safetensors nor" in told.err
 
 
 def test_json_holds_what_a_script_needs(place: Place) -> None:

@@ -83,7 +83,13 @@ class Case:
         return answer
 
     async def live(self, tokens: int, **fields: Any) -> Live:
-        """Starts a streaming request and returns once its first tokens have come."""
+        """Starts a streaming request and returns once its first tokens have come, while it still runs."""
+        live = self.streamed(tokens, **fields)
+        await live.until(5)
+        return live
+
+    def streamed(self, tokens: int, **fields: Any) -> Live:
+        """Starts a streaming request, which may end before anybody looks."""
         live = Live()
         body = self.body(tokens, **fields)
 
@@ -93,7 +99,6 @@ class Case:
                     live.events.append(event)
 
         live.task = asyncio.create_task(collect())
-        await live.until(5)
         return live
 
     async def load(self, version: int, *, flush_cache: bool = True) -> None:

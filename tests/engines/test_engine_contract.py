@@ -67,7 +67,7 @@ async def test_log_probabilities_belong_to_the_tokens(case: Case) -> None:
 
 
 async def test_a_stream_tells_versions_in_its_last_event(case: Case) -> None:
-    live = await case.live(40)
+    live = case.streamed(40)
     last = await live.result()
     assert output(last) == output(await case.generate(40))
     assert case.spans(last) == [("0", 0, 40)]

@@ -1,9 +1,10 @@
 """One recorded training step of a model of 2 GiB published as a delta, against the bare encoding of the same tensors.
 
-The publisher does more: it plans on the log, packs and uploads, writes the manifest, appends, reads back, and writes the pointers. It
-uploads to a directory, and in turns to an S3 server on this machine, which takes its own work from the same cores. The other side calls
-the codec on the same old and new bytes, with as many threads, and throws the result away. What the publisher does after it returned (its
-copy of the old bytes moves on) is waited for outside the measure; a trainer's next step hides it.
+The publisher does more: it plans on the log, packs and uploads, writes the manifest, appends, reads back, and writes the
+pointers. It uploads to a directory, and in turns to an S3 server on this machine, which takes its own work from the same cores.
+The other side calls the codec on the same old and new bytes, with as many threads, and throws the result away. What the
+publisher does after it returned (its copy of the old bytes moves on) is waited for outside the measure; a trainer's next step
+hides it.
 
 Memory is what the process grew by at its peak while a version was published from an iterable, whose tensors are copied.
 """

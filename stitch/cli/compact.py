@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
-from stitch.cli.progress import scratch_option, size_text
+from stitch.cli.progress import scratch_option, told_bar
+from stitch.cli.sizes import size_text
 from stitch.core.anchors import ANCHOR_EVERY, AnchorRule
 from stitch.core.errors import InvalidRequest
 from stitch.core.ids import policy_id
@@ -58,7 +56,10 @@ def compact(
     """
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="stitch-compact-", dir=scratch) as workdir, _bar(silent=as_json) as tell:
+    with (
+        tempfile.TemporaryDirectory(prefix="stitch-compact-", dir=scratch) as workdir,
+        told_bar(DownloadColumn(), TransferSpeedColumn(), silent=as_json) as tell,
+    ):
         report = run(_compact(versions, log_url, store_url, policy, AnchorRule(every=every), Path(workdir), dry_run, tell))
     if as_json:
         click.echo(json.dumps(_row(report)))
@@ -77,15 +78,6 @@ async def _compact(
         with open_store(store_url) as store:
             compactor = Compactor(ledger, store, workdir, writer=new_operator(), rule=rule, progress=tell)
             return await compactor.run(wanted, dry_run=dry_run)
-
-
-@contextmanager
-def _bar(*, silent: bool) -> Iterator[Tell]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=silent or not console.is_terminal) as bar:
-        task = bar.add_task("reading the log", total=None)
-        yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total or None)
 
 
 def _row(report: Report) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
-from stitch.cli.progress import bar_of, scratch_option, size_text, stoppable
+from stitch.cli.progress import bar_of, scratch_option, stoppable
+from stitch.cli.sizes import size_text
 from stitch.operators.difference import SORTS, Change, Difference, TensorChange, Way, difference, ordered
 from stitch.operators.values import Moved
 from stitch.operators.versions import find, read_policy

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 
 from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
-from stitch.cli.progress import size_text
+from stitch.cli.progress import told_bar
+from stitch.cli.sizes import size_text
 from stitch.core.ids import policy_id
 from stitch.core.retention import GRACE_MS, RETAIN
 from stitch.log.opening import open_log
@@ -48,7 +47,7 @@ def gc(log_url: str, store_url: str, policy: str, retain: int, grace: float, dry
     Kept are the tip, what channels name or would fall back to, the newest versions, what replicas use, and all that those are built
     from. A retirement is for good. Run it now and then: bytes of versions that it retires go with a later run.
     """
-    with _bar(silent=as_json) as tell:
+    with told_bar(MofNCompleteColumn(), silent=as_json) as tell:
         report = run(_collect(log_url, store_url, policy, retain, round(1000 * grace), dry_run, tell))
     if as_json:
         click.echo(json.dumps(_row(report)))
@@ -61,15 +60,6 @@ async def _collect(log_url: str, store_url: str, policy: str, retain: int, grace
         with open_store(store_url) as store:
             collector = Collector(ledger, store, writer=new_operator(), retain=retain, grace_ms=grace_ms, progress=tell)
             return await collector.run(dry_run=dry_run)
-
-
-@contextmanager
-def _bar(*, silent: bool) -> Iterator[Tell]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=silent or not console.is_terminal) as bar:
-        task = bar.add_task("reading the log", total=None)
-        yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total or None)
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,43 +13,24 @@ from typing import Any, Final, TypeVar
 import click
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from stitch.operators.watched import Watched
 from stitch.weights.staging import StagingCancelled
 
 F = TypeVar("F", bound=Callable[..., Any])
-UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _STDERR: Final = 2
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 """A bar hides it, and has no time left to show it again."""
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kmgt]?)(?P<binary>i?)b?\s*\Z", re.IGNORECASE)
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def size_text(count: int) -> str:
-    """`5.3 MiB`: bytes for people."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{count} bytes" if unit == 0 else f"{value:.3g} {UNITS[unit]}" if value < 1000 else f"{value:.0f} {UNITS[unit]}"
-
-
-class Size(click.ParamType):  # type: ignore[type-arg] # generic in the newest click only
-    """A number of bytes as people write it: `5GB` (10^9), `4GiB` (2^30), `1000`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.match(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no size; write it as 5GB, 4GiB or 1000000", param, ctx)
-        count = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWERS[match["prefix"].lower()])
-        if count < 1:
-            self.fail("must be at least one byte", param, ctx)
-        return count
 
 
 @contextmanager
@@ -130,6 +110,16 @@ class _Looking(Progress):
         if self.before_drawing is not None:
             self.before_drawing()
         yield from super().get_renderables()
+
+
+@contextmanager
+def told_bar(*columns: ProgressColumn, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the standard error for work that tells itself what it does and how far it is (a total of 0: not known)."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*columns, console=console, transient=True, disable=silent or not console.is_terminal) as bar:
+        task = bar.add_task("reading the log", total=None)
+        yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total or None)
 
 
 def bar_of(store: Watched, *, silent: bool) -> Bar:

@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 
 from stitch.cli.options import json_option, log_option, policy_option, store_option
-from stitch.cli.progress import Bar, size_text
+from stitch.cli.progress import Bar
+from stitch.cli.sizes import size_text
 
 if TYPE_CHECKING:
     from stitch.trainer.attempt import Progress

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
-from stitch.cli.progress import Size, bar_of, size_text, stoppable
+from stitch.cli.progress import bar_of, stoppable
+from stitch.cli.sizes import Size, size_text
 from stitch.core.errors import StitchError
 from stitch.operators.pulling import Pulled, check_free, scratch_of
 from stitch.operators.pulling import pull as pull_version

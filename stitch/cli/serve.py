@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import socket
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -25,22 +24,8 @@ from stitch.cli.options import (
     store_option,
     token_option,
 )
+from stitch.cli.sizes import Size
 from stitch.core.errors import InvalidRequest
-
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i)?)?B?")
-
-
-def _bytes(text: str) -> int:
-    """A number of bytes, with or without a unit: 5000000000, 300GB, 64 MiB."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise click.BadParameter(f"{text!r} is no number of bytes; write it as 5000000000, 300GB or 64MiB")
-    number, prefix, binary = found.groups()
-    power = " KMGTP".index(prefix.upper()) if prefix else 0
-    size = int(float(number) * (1024 if binary else 1000) ** power)
-    if size <= 0:
-        raise click.BadParameter(f"{text!r} is not above 0")
-    return size
 
 
 def _announce(kind: str, as_json: bool) -> Any:
@@ -146,12 +131,12 @@ def gateway(
 )
 @click.option(
     "--disk-budget",
-    type=_bytes,
+    type=Size(),
     metavar="BYTES",
     help="Most bytes that the workdir may hold, such as 300GB (default: what is free).",
 )
 @click.option(
-    "--memory-budget", type=_bytes, metavar="BYTES", help="Most bytes that decoding takes beside mapped files, such as 64MiB."
+    "--memory-budget", type=Size(), metavar="BYTES", help="Most bytes that decoding takes beside mapped files, such as 64MiB."
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")

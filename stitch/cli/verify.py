@@ -13,7 +13,8 @@ from rich.markup import escape
 
 from stitch.cli import tables
 from stitch.cli.options import json_option, log_option, policy_option, run, store_option
-from stitch.cli.progress import bar_of, scratch_option, size_text, stoppable
+from stitch.cli.progress import bar_of, scratch_option, stoppable
+from stitch.cli.sizes import size_text
 from stitch.core.lineage import Version
 from stitch.operators.verification import Checked, verify_versions
 from stitch.operators.versions import find, read_policy, unretired

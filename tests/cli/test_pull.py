@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from stitch.cli import pull as command_of_pull
-from stitch.cli.progress import Size, size_text, stoppable
+from stitch.cli.progress import stoppable
+from stitch.cli.sizes import Size, size_text
 from stitch.core.errors import Unavailable
 from stitch.store.faulty import Fault, FaultyStore, Kind
 from stitch.store.opening import open_store

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 from stitch.core.errors import LogDiverged, StitchError, Unavailable, UnreadableEvent
 from stitch.core.events import Event
@@ -36,6 +36,7 @@ _THINNED: Final = frozenset({Stream.POINTERS, Stream.ACTIVATIONS, Stream.ROLLOUT
 """Streams that lose records by design. Only in the others is a missing record a proof of damage."""
 
 S = TypeVar("S")
+T = TypeVar("T")
 Fold = Callable[[S, Event, Position], S]
 Listener = Callable[[Event, Position], None]
 
@@ -234,3 +235,17 @@ class Follower(Generic[S]):
 
 def _event_id(record: Record) -> bytes:
     return next((value for name, value in record.headers if name == "ce_id"), b"")
+
+
+async def while_following(follower: Follower[Any], running: asyncio.Task[None], waiting: Coroutine[Any, Any, T]) -> T:
+    """What `waiting` gives, or what ended the follower that it depends on, whose `run` is the task `running`."""
+    task = asyncio.create_task(waiting)
+    try:
+        await asyncio.wait({task, running}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        error = running.exception() or follower.frozen
+        assert error is not None
+        raise error
+    finally:
+        task.cancel()

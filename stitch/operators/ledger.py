@@ -25,7 +25,7 @@ from stitch.core.fleet import Fleet
 from stitch.core.ids import PolicyId, WriterId
 from stitch.core.lineage import Lineage, PolicyLineage, Position, Verdict
 from stitch.log.events import append
-from stitch.log.follow import Follower
+from stitch.log.follow import Follower, while_following
 from stitch.log.port import EventLog, Stream
 from stitch.log.views import fleet_follower, lineage_follower, pointers_follower, write_pointers
 
@@ -180,16 +180,7 @@ class Ledger:
         if running is None:
             running = asyncio.create_task(follower.run(), name=f"follow {follower.stream}")
             self._running[follower.stream] = running
-        task = asyncio.create_task(waiting)
-        try:
-            await asyncio.wait({task, running}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            error = running.exception() or follower.frozen
-            assert error is not None
-            raise error
-        finally:
-            task.cancel()
+        return await while_following(follower, running, waiting)
 
 
 @asynccontextmanager

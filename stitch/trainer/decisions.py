@@ -13,7 +13,7 @@ from stitch.core.ids import PolicyId
 from stitch.core.lineage import Lineage, PolicyLineage, Position
 from stitch.core.writer import Fate, Session, fate, session_of
 from stitch.log.events import append
-from stitch.log.follow import Follower
+from stitch.log.follow import Follower, while_following
 from stitch.log.port import EventLog
 from stitch.log.views import Pointers, lineage_follower, pointers_follower, write_pointers
 from stitch.trainer.attempt import Attempt, Step, pauses
@@ -137,16 +137,7 @@ class Decisions:
     async def _while_following(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The result, or what ended the follower that it depends on."""
         assert self._following is not None
-        task = asyncio.create_task(waiting)
-        try:
-            await asyncio.wait({task, self._following}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            error = self._following.exception() or self._lineage.frozen
-            assert error is not None
-            raise error
-        finally:
-            task.cancel()
+        return await while_following(self._lineage, self._following, waiting)
 
     def _hear(self, event: Event, at: Position) -> None:
         """Keeps the session of a claim of ours at the moment at which it counts: it may be superseded by the next record."""

@@ -24,11 +24,10 @@ from stitch.store.port import BlobStore
 from stitch.weights.digest import check_tensor
 from stitch.weights.files import copy_file
 from stitch.weights.safetensors import DEFAULT_SHARD_BYTES, WEIGHTS_FILE, open_checkpoint, write_checkpoint
+from stitch.weights.space import SPARE_BYTES
 from stitch.weights.staging import NotEnoughSpace, Staging, StagingCancelled
 
 SCRATCH_SUFFIX: Final = ".stitch-pull"
-SPARE_BYTES: Final = 64 << 20
-"""Left free on the disk beyond the shards, as staging does."""
 
 Tell = Callable[[str], None]
 Cancelled = Callable[[], bool]

@@ -20,14 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-import numpy as np
-
 from stitch.core.errors import CorruptObject
 from stitch.core.manifest import Codec, Manifest, TensorSpec
 from stitch.weights import sparse
 from stitch.weights.digest import state_digest
 from stitch.weights.header import TensorInfo, tensor_bytes
-from stitch.weights.mapped import make_writable, mapped
+from stitch.weights.mapped import copy_bytes, make_writable, mapped
 from stitch.weights.parallel import Check, run_all
 from stitch.weights.safetensors import TensorFile
 from stitch.weights.sparse_format import read_header
@@ -197,7 +195,7 @@ class Chain:
         if edit.whole is not None or sum(blob.nbytes for blob in edit.blobs) * mmap.PAGESIZE > target.nbytes:
             make_writable(target)  # a byte of a blob stands for a changed unit or two, so nearly every page will be written
         if edit.whole is not None:
-            _copy(edit.whole, target)
+            copy_bytes(target, edit.whole)
         width = sparse.unit_bytes(edit.after.dtype)
         try:
             if unread:
@@ -221,9 +219,3 @@ def _check_same_form(before: dict[str, TensorSpec], after: dict[str, TensorSpec]
             )
     if len(after) != len(before):
         raise CorruptObject(f"{source}: tensor {min(before.keys() - after.keys())!r} of its base is missing")
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """As target[:] = source, without the interpreter's lock."""
-    if source.nbytes:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -47,3 +47,9 @@ def make_writable(part: memoryview) -> None:
         return
     if ctypes.get_errno() == errno.EFAULT:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """As target[:] = source, but other threads run meanwhile."""
+    if source.nbytes:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -17,9 +17,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from stitch.core.errors import CorruptObject, InvalidRequest, StitchError
 from stitch.core.ids import Digest
@@ -27,13 +25,13 @@ from stitch.core.manifest import Codec, TensorSpec
 from stitch.weights.digest import state_digest
 from stitch.weights.header import tensor_bytes
 from stitch.weights.host import HostTensor
+from stitch.weights.mapped import copy_bytes
 from stitch.weights.safetensors import TensorFile, open_checkpoint
+from stitch.weights.space import SPARE_BYTES
 from stitch.weights.sparse import apply, unit_bytes
 
 MEMORY_SHARE: Final = 0.25
 """Of the machine's memory, for all ranks of a trainer: what a host holds beside a trainer's own offloaded states."""
-SPARE_BYTES: Final = 64 * 1024 * 1024
-"""Left free on the disk beyond the file itself."""
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 _logger = logging.getLogger(__name__)
@@ -247,7 +245,7 @@ class _Room(_Held):
         found = self.views.get(tensor.name)
         if found is None or found[:2] != (tensor.dtype, tensor.shape):
             raise InvalidRequest(f"weights: tensor {tensor.name!r} is not of the form of the version before", field="weights")
-        _copy(found[2], tensor.data)
+        copy_bytes(found[2], tensor.data)
 
     def release(self) -> None:
         super().release()
@@ -319,20 +317,10 @@ def _advance(held: _Held, change: HostTensor, codec: Codec, before: TensorSpec, 
     if codec is Codec.SPARSE:
         state = apply([change.data], target, width=unit_bytes(after.dtype), state=before.state)
     else:
-        _copy(target, change.data)
+        copy_bytes(target, change.data)
         state = state_digest(target)
     if state != after.state:
         raise CorruptObject(f"tensor {change.name!r} came to the state digest {state}, not {after.state}")
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """numpy's copy, unlike a slice's, lets other threads run."""
-    if source.nbytes:
-        _bytes(target)[:] = _bytes(source)
-
-
-def _bytes(view: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(view, np.uint8)
 
 
 def _aligned(size: int) -> int:

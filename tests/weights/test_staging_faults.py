@@ -274,7 +274,7 @@ STEPS: Final = (
     "origins.copy_range",
     "origins.remove",
     "apply.sparse.apply",
-    "apply._copy",
+    "apply.copy_bytes",
 )
 """Whatever changes something on the disk, or stands between two that do."""
 

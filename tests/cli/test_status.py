@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from stitch.core.events import Phase, ReplicaState, RunVersion, Transition
 from stitch.core.ids import (
-    LATEST,
     Digest,
     EventId,
-    Generation,
     Incarnation,
     Offset,
-    PoolName,
-    ReplicaId,
     RunId,
     VersionNumber,
 )
@@ -26,26 +23,13 @@ from stitch.log.opening import open_log
 from stitch.store.memory import MemoryStore
 from tests.operators.published import POLICY, Published, model
 from tests.support.commands import command
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.integration
 
-JOINED = ReplicaState(
-    replica=ReplicaId("a"),
-    life=EventId("join"),
-    incarnation=None,
-    sequence=0,
-    transition=Transition.JOINED,
-    event_id=EventId("join"),
-    phase=Phase.JOINING,
-    policy=POLICY,
-    channel=LATEST,
-    pool=PoolName("default"),
-    url="http://127.0.0.1:1",
-    engine="reference",
-    capacity=1,
-    heartbeat_ms=2000,
-    generation=Generation(0),
-)
+EXAMPLE = examples()["replica_state_joined"]
+assert isinstance(EXAMPLE, ReplicaState)
+JOINED: Final = replace(EXAMPLE, policy=POLICY)
 
 
 def serving(url: str, digest: Digest) -> None:

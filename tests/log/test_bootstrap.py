@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
@@ -22,19 +22,19 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from stitch.core.errors import LogDiverged, Unavailable
 from stitch.core.events import ChannelPointer, Phase, ReplicaState, RunClaimed, Transition
-from stitch.core.ids import EventId, Offset, ReplicaId
+from stitch.core.ids import EventId, ReplicaId
 from stitch.gateway.config import GatewayConfig
 from stitch.gateway.serve import run_gateway
 from stitch.log import follow
 from stitch.log.events import append, draft, read
 from stitch.log.kafka import KafkaLog
 from stitch.log.kafka_settings import parse_kafka_url
-from stitch.log.memory import MemoryLog
 from stitch.log.opening import open_log
-from stitch.log.port import Draft, Reader, Record, Stream
+from stitch.log.port import Draft, Stream
 from stitch.log.read import read_all
 from stitch.log.views import fleet_follower, lineage_follower, pointers_follower
 from stitch.trainer.publisher import Publisher
+from tests.log.stuck import StuckLog
 from tests.replica.world import World, ref, unique_log
 from tests.support.examples import POLICY, examples
 from tests.support.provision import eventually
@@ -122,30 +122,10 @@ async def gateway(log_url: str) -> AsyncIterator[Seen]:
 # --- to the end, under a deadline --------------------------------------------------------------------------------------------
 
 
-class _NeverThere(Reader):
-    @property
-    def position(self) -> Offset:
-        return Offset(0)
-
-    async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
-        await asyncio.sleep(timeout)
-        return []
-
-    async def aclose(self) -> None:
-        pass
-
-
-class _Stuck(MemoryLog):
-    """Holds a record that no reader ever gets to."""
-
-    async def reader(self, stream: Stream, start: Offset) -> Reader:
-        return _NeverThere()
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize("view", [lineage_follower, fleet_follower, pointers_follower])
 async def test_reading_to_an_end_that_never_comes_is_given_up_in_time(view: Callable[..., Any]) -> None:
-    async with _Stuck() as log:
+    async with StuckLog() as log:
         follower = view(log)
         await log.append(follower.stream, Draft(key="k", value=b"v"))
         task = asyncio.create_task(follower.run())

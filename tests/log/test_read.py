@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -9,9 +8,9 @@ import pytest
 from stitch.core.errors import LogDiverged, Unavailable
 from stitch.core.ids import Offset
 from stitch.log import read
-from stitch.log.memory import MemoryLog
-from stitch.log.port import Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Draft, EventLog, Record, Stream
 from stitch.log.read import last_record, last_records, latest_by_key, pages, read_all
+from tests.log.stuck import StuckLog
 
 pytestmark = pytest.mark.contract
 
@@ -71,26 +70,8 @@ async def test_the_newest_records_in_their_order(log: EventLog, count: int) -> N
     assert values(await last_records(log, Stream.ROLLOUTS, count, until=until)) == list(range(30))[max(0, 30 - count) :]
 
 
-class _Stuck(Reader):
-    @property
-    def position(self) -> Offset:
-        return Offset(0)
-
-    async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
-        await asyncio.sleep(timeout)
-        return []
-
-    async def aclose(self) -> None:
-        pass
-
-
-class _StuckLog(MemoryLog):
-    async def reader(self, stream: Stream, start: Offset) -> Reader:
-        return _Stuck()
-
-
 async def test_a_log_that_stops_answering_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with _StuckLog() as log:
+    async with StuckLog() as log:
         await fill(log, 1)
         with pytest.raises(Unavailable, match="ends at 1"):
             await read_all(log, Stream.POINTERS, timeout=0.05)

@@ -142,13 +142,8 @@ async def test_a_version_that_failed_here_is_held_back_from_the_next_life(world:
 
 
 async def test_a_version_that_ends_engines_does_not_take_the_fleet_down(world: World) -> None:
-    names = [f"replica-{n}" for n in range(3)]
     async with world.trainer() as trainer:
-        replicas = await asyncio.gather(*(world.replica(name, command=misbehaving()) for name in names))
-        for replica in replicas:
-            await replica.serves(ref(0))
-            await replica.misbehave(die="during_load")
-        await until(lambda: all(world.of(name, Transition.ACTIVATED) for name in names), "all told that they serve")
+        replicas = await _three_whose_engines_die_loading(world)
         poison = await trainer.publish()
         first = await _first_to_end(replicas)
         assert first.task.result() == 70
@@ -166,13 +161,8 @@ async def test_a_version_that_ends_engines_does_not_take_the_fleet_down(world: W
 
 async def test_nor_where_who_failed_is_restarted_under_its_name(world: World) -> None:
     """D12: as a supervisor does it. The new life speaks of the failure no more, and all others still hold the version back."""
-    names = [f"replica-{n}" for n in range(3)]
     async with world.trainer() as trainer:
-        replicas = await asyncio.gather(*(world.replica(name, command=misbehaving()) for name in names))
-        for replica in replicas:
-            await replica.serves(ref(0))
-            await replica.misbehave(die="during_load")
-        await until(lambda: all(world.of(name, Transition.ACTIVATED) for name in names), "all told that they serve")
+        replicas = await _three_whose_engines_die_loading(world)
         poison = await trainer.publish()
         first = await _first_to_end(replicas)
         reborn = await world.replica(first.config.replica, command=misbehaving())
@@ -190,6 +180,17 @@ async def test_nor_where_who_failed_is_restarted_under_its_name(world: World) ->
         for replica in (*left, reborn):
             await replica.serves(good)
     assert not any(r.serving == poison for r in world.records)
+
+
+async def _three_whose_engines_die_loading(world: World) -> list[Running]:
+    """They serve version 0, and everybody knows."""
+    names = [f"replica-{n}" for n in range(3)]
+    replicas = await asyncio.gather(*(world.replica(name, command=misbehaving()) for name in names))
+    for replica in replicas:
+        await replica.serves(ref(0))
+        await replica.misbehave(die="during_load")
+    await until(lambda: all(world.of(name, Transition.ACTIVATED) for name in names), "all told that they serve")
+    return replicas
 
 
 async def _first_to_end(replicas: list[Running]) -> Running:

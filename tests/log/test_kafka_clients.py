@@ -101,7 +101,7 @@ async def test_a_fenced_producer_is_replaced(log: KafkaLog) -> None:
 
 
 async def test_a_producer_that_was_idle_until_the_broker_forgot_it_goes_on(cluster: KafkaCluster) -> None:
-    async with KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
+    async with cluster.forgetting_producers(1000), KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
         await log.setup(create=True)
         for number in range(3):
             await log.append(TOPIC, draft(number), timeout=PATIENCE_S)
@@ -109,6 +109,25 @@ async def test_a_producer_that_was_idle_until_the_broker_forgot_it_goes_on(clust
         for number in range(3, 6):
             await log.append(TOPIC, draft(number), timeout=PATIENCE_S)
         assert await numbers(log) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_only_a_producer_that_was_forgotten_writes_a_second_copy(cluster: KafkaCluster) -> None:
+    """The same batch, sent again: known by its number, unless the brokers forgot whose number it is. Events carry ids for that."""
+    async with KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
+        await log.setup(create=True)
+        await log.append(TOPIC, draft(0), timeout=PATIENCE_S)
+        await _send_again(log)
+        assert await numbers(log) == [0]
+        async with cluster.forgetting_producers(1000):
+            await asyncio.sleep(2.5)
+            await _send_again(log)
+            assert await numbers(log) == [0, 0]
+
+
+async def _send_again(log: KafkaLog) -> None:
+    """What it appended last, as a producer does whose answer was lost."""
+    log._appender._producer._txn_manager._sequence_numbers[TopicPartition(topic(log), 0)] -= 1
+    await log.append(TOPIC, draft(0), timeout=PATIENCE_S)
 
 
 async def test_only_a_refusal_of_the_first_try_is_one(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,10 @@ def _parse_tensor(name: str, raw: object, source: str) -> TensorInfo:
 def _counts(raw: object, limit: int) -> tuple[int, ...] | None:
     if not isinstance(raw, list) or len(raw) > limit:
         return None
-    good = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in raw)
-    return tuple(raw) if good else None
+    for n in raw:
+        if type(n) is not int or not 0 <= n < 2**63:
+            return None
+    return tuple(raw)
 
 
 def _corrupt(source: str, name: str, field: str, what: str) -> CorruptObject:

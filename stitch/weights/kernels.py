@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from stitch.weights.sparse_format import Bytes, Chunk
+    from collections.abc import Sequence
+
+    from stitch.weights.sparse_format import Bytes, Chunk, Part
     from stitch.weights.sparse_numpy import Found
 
 SWITCH: Final = "STITCH_NUMBA"
@@ -38,7 +40,7 @@ class Kernels(Protocol):
     def differences(self, found: Found, width: int) -> tuple[Bytes, Bytes, Bytes]: ...
     def check(self, chunk: Chunk, width: int, units: int) -> bool: ...
     def apply_sparse(self, target: Bytes, chunk: Chunk, width: int, first_word: int) -> int: ...
-    def patch(self, target: Bytes, chunk: Chunk, width: int) -> None: ...
+    def fold(self, target: Bytes, parts: Sequence[Part], width: int) -> int: ...
 
 
 class Fast(Kernels, Protocol):

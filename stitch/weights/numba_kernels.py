@@ -216,8 +216,8 @@ def write_differences(old_units: Any, new_units: Any, bits: Any, codes: Any, mag
     return small, far
 
 
-@_compiled(_types.UniTuple(types.int64, 4)(_read(8), _read(8), _read(8)))
-def count(gaps: Any, codes: Any, magnitudes: Any) -> Any:
+@_inlined
+def _count(gaps: Any, codes: Any, magnitudes: Any) -> Any:
     """Positions told by gaps, units that they span, codes that refer to magnitudes, magnitudes that refer to wide differences."""
     told = span = more = far = np.int64(0)
     for i in range(gaps.size):
@@ -229,6 +229,21 @@ def count(gaps: Any, codes: Any, magnitudes: Any) -> Any:
     for i in range(magnitudes.size):
         far += np.int64(magnitudes[i] == 255)
     return told, told + span, more, far
+
+
+@_inlined
+def _agree(gaps: Any, codes: Any, magnitudes: Any, wide: Any, width: Any, changed: Any, units: Any, adds: Any) -> Any:
+    """As `sparse_numpy.check` says of a chunk; `codes` are read where it `adds`."""
+    told, span, more, far = _count(gaps, codes if adds else codes[:0], magnitudes)
+    if told != changed or gaps[gaps.size - 1] == 255 or span > units:
+        return False
+    unused = np.int64(codes[codes.size - 1]) >> 2 * ((told - 1) % 4 + 1) if adds else 0
+    return more == magnitudes.size and unused == 0 and far * width == wide.size
+
+
+@_compiled(types.boolean(_read(8), _read(8), _read(8), _read(8), types.int64, types.int64, types.int64, types.boolean))
+def agree(gaps: Any, codes: Any, magnitudes: Any, wide: Any, width: Any, changed: Any, units: Any, adds: Any) -> Any:
+    return _agree(gaps, codes, magnitudes, wide, width, changed, units, adds)
 
 
 @_inlined
@@ -342,58 +357,107 @@ def apply(
 
 _BITS: Final = (8, 16, 32, 64)
 _U3: Final = np.uint64(3)
+WINDOW_BYTES: Final = 128 * 1024
+"""Of the target, through which all chunks go before the next: it stays in a core's own cache, with what is read of the streams."""
+METHOD, START, UNITS, CHANGED, GAPS, VALUES, MAGNITUDES, WIDE, END = range(9)
+"""The columns of a row of `fold`: what `apply` calls `how`; the first unit, and how many a chunk has; how many changed; where in
+the data its four streams begin, one after the other, and where the last of them ends."""
+ROW: Final = END + 1
 
 
-@_compiled(*(types.void(_write(b), _read(8), _read(b), _read(8), _read(8)) for b in _BITS))
-def add(units: Any, gaps: Any, wide: Any, codes: Any, magnitudes: Any) -> Any:
-    """As `apply` with ADD, without a digest. Its branches are rare ones, which processors guess right."""
-    position = _ALL
-    done = small = far = _U0
-    for i in range(gaps.size):
-        gap = np.uint64(gaps[i])
-        if gap == _LONG:
-            position += _LONG
-            continue
-        position += gap + _ONE
-        code = np.uint64(codes[done >> _TWO]) >> ((done & _U3) << _ONE)
-        done += _ONE
-        magnitude = _ONE
-        if code & _TWO:
-            magnitude = np.uint64(magnitudes[small]) + _TWO
-            small += _ONE
-            if magnitude > _LARGEST:
-                units[position] += wide[far]
+@_inlined
+def _sound(rows: Any, data: Any, width: Any) -> Any:
+    """The first of the rows whose streams contradict each other; as many as there are if none does."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        gaps, values = data[row[GAPS] : row[VALUES]], data[row[VALUES] : row[MAGNITUDES]]
+        magnitudes, wide = data[row[MAGNITUDES] : row[WIDE]], data[row[WIDE] : row[END]]
+        if not _agree(gaps, values, magnitudes, wide, width, row[CHANGED], row[UNITS], row[METHOD] == ADD):
+            return i
+    return rows.shape[0]
+
+
+@_inlined
+def _next(data: Any, gap: Any, position: Any) -> Any:
+    """The position after this one, and the place of the gap after its own."""
+    units = np.uint64(data[gap])
+    gap += _ONE
+    while units == _LONG:
+        position += _LONG
+        units = np.uint64(data[gap])
+        gap += _ONE
+    return position + units + _ONE, gap
+
+
+@_inlined
+def _unit(data: Any, begin: Any, count: Any, index: Any, width: Any) -> Any:
+    """One of `count` units that a stream of planes holds."""
+    unit = _U0
+    for byte in range(width):
+        unit |= np.uint64(data[begin + index + count * np.uint64(byte)]) << np.uint64(8 * byte)
+    return unit
+
+
+@_inlined
+def _add_until(units: Any, end: Any, row: Any, cursor: Any, data: Any) -> Any:
+    """Four codes at a time, without a branch for each: which of them are larger than one is nothing that a processor can guess."""
+    position, gap, done, small, far = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
+    codes, changed = np.uint64(row[VALUES]), np.uint64(row[CHANGED])
+    wide, distant = np.uint64(row[WIDE]), np.uint64(row[END] - row[WIDE]) // np.uint64(units.itemsize)
+    while position + _ONE < end and done < changed:
+        four = np.uint64(data[codes + (done >> _TWO)])
+        until = min(done + np.uint64(4), changed)
+        while done < until:
+            position, gap = _next(data, gap, position)
+            sign = _U0 - (four & _ONE)
+            more = _U0 - (four >> _ONE & _ONE)
+            magnitude = np.uint64(data[small])
+            small -= more
+            difference = ((_ONE + ((magnitude + _ONE) & more)) ^ sign) - sign
+            if more & np.uint64(magnitude == _LONG):
+                difference = _unit(data, wide, distant, far, units.itemsize)
                 far += _ONE
-                continue
-        sign = _U0 - (code & _ONE)
-        units[position] += (magnitude ^ sign) - sign
+            units[position] += difference
+            four >>= _TWO
+            done += _ONE
+    cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = position, gap, done, small, far
 
 
-@_compiled(*(types.void(_write(b), _read(8), _read(b)) for b in _BITS))
-def flip(units: Any, gaps: Any, values: Any) -> Any:
-    """As `apply` with XOR, without a digest."""
-    position = _ALL
-    done = _U0
-    for i in range(gaps.size):
-        gap = np.uint64(gaps[i])
-        if gap == _LONG:
-            position += _LONG
-            continue
-        position += gap + _ONE
-        units[position] ^= values[done]
+@_inlined
+def _put_until(units: Any, end: Any, row: Any, cursor: Any, data: Any) -> Any:
+    position, gap, done = cursor[0], cursor[1], cursor[2]
+    values, changed, flips = np.uint64(row[VALUES]), np.uint64(row[CHANGED]), row[METHOD] == XOR
+    while position + _ONE < end and done < changed:
+        position, gap = _next(data, gap, position)
+        unit = _unit(data, values, changed, done, units.itemsize)
+        units[position] = units[position] ^ unit if flips else unit
         done += _ONE
+    cursor[0], cursor[1], cursor[2] = position, gap, done
 
 
-@_compiled(*(types.void(_write(b), _read(8), _read(b)) for b in _BITS))
-def put(units: Any, gaps: Any, values: Any) -> Any:
-    """As `apply` with SET, without a digest."""
-    position = _ALL
-    done = _U0
-    for i in range(gaps.size):
-        gap = np.uint64(gaps[i])
-        if gap == _LONG:
-            position += _LONG
-            continue
-        position += gap + _ONE
-        units[position] = values[done]
-        done += _ONE
+@_compiled(*(types.int64(_write(b), types.int64[:, ::1], _read(8)) for b in _BITS))
+def fold(units: Any, rows: Any, data: Any) -> Any:
+    """All rows, oldest first, in place, without a digest; the data end with one byte more than the rows use.
+
+    Returns the first row whose streams contradict each other, before anything is changed; as many as there are if none does.
+    """
+    sound = _sound(rows, data, units.itemsize)
+    if sound < rows.shape[0]:
+        return sound
+    cursors = np.empty((rows.shape[0], 5), np.uint64)
+    commute = rows[0, METHOD] != SET
+    for i in range(rows.shape[0]):
+        row, cursor = rows[i], cursors[i]
+        cursor[0], cursor[1] = np.uint64(row[START]) - _ONE, np.uint64(row[GAPS])
+        cursor[2], cursor[3], cursor[4] = _U0, np.uint64(row[MAGNITUDES]), _U0
+        commute &= row[METHOD] == rows[0, METHOD]
+    # Rows go a little beyond a window's end, which nobody sees where sums or flips alone meet there.
+    end, step = _U0, np.uint64(WINDOW_BYTES // units.itemsize if commute else units.size)
+    while end < np.uint64(units.size):
+        end += step
+        for i in range(rows.shape[0]):
+            if rows[i, METHOD] == ADD:
+                _add_until(units, end, rows[i], cursors[i], data)
+            else:
+                _put_until(units, end, rows[i], cursors[i], data)
+    return sound

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from stitch.weights import numba_kernels as compiled
-from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, Bytes, Chunk, Method
+from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, Bytes, Chunk, Method, Part
 from stitch.weights.sparse_numpy import UNIT, WORD, Found, Positions, Units, planes, units_of
 
 _NOTHING: Final = np.empty(0, np.uint8)
@@ -63,12 +64,8 @@ def differences(found: Found, width: int) -> tuple[Bytes, Bytes, Bytes]:
 
 
 def check(chunk: Chunk, width: int, units: int) -> bool:
-    differences = chunk.method is Method.DIFFERENCES
-    told, span, more, far = compiled.count(chunk.gaps, chunk.values if differences else _NOTHING, chunk.magnitudes)
-    if told != chunk.changed or chunk.gaps[-1] == LONG_GAP or span > units:
-        return False
-    unused = int(chunk.values[-1]) >> 2 * ((told - 1) % CODES_PER_BYTE + 1) if differences else 0
-    return bool(more == chunk.magnitudes.size and unused == 0 and far * width == chunk.wide.size)
+    adds = chunk.method is Method.DIFFERENCES
+    return bool(compiled.agree(chunk.gaps, chunk.values, chunk.magnitudes, chunk.wide, width, chunk.changed, units, adds))
 
 
 def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> int:
@@ -88,15 +85,22 @@ def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> in
     return int(change)
 
 
-def patch(target: Bytes, chunk: Chunk, width: int) -> None:
-    values, codes, magnitudes = _streams(chunk, width)
-    units = target.view(UNIT[width])
-    if chunk.method is Method.DIFFERENCES:
-        compiled.add(units, chunk.gaps, values, codes, magnitudes)
-    elif chunk.method is Method.XOR:
-        compiled.flip(units, chunk.gaps, values)
-    else:
-        compiled.put(units, chunk.gaps, values)
+def fold(target: Bytes, parts: Sequence[Part], width: int) -> int:
+    data = _scratch.take("streams", np.uint8, sum(part.chunk.nbytes for part in parts))
+    room = data.data  # through which copies keep the interpreter's lock: they are short, and giving it up is not
+    rows: list[int] = []
+    end = 0
+    for part in parts:
+        chunk = part.chunk
+        rows += _HOW[chunk.method], part.first_unit, part.units, chunk.changed
+        for stream in (chunk.gaps, chunk.values, chunk.magnitudes, chunk.wide):
+            rows.append(end)
+            if stream.size:
+                room[end : end + stream.size] = stream.data
+                end += stream.size
+        rows.append(end)
+    table = np.array(rows, np.int64).reshape(len(parts), compiled.ROW)
+    return int(compiled.fold(target.view(UNIT[width]), table, data))
 
 
 def _streams(chunk: Chunk, width: int) -> tuple[Units, Bytes, Bytes]:

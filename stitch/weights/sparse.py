@@ -9,6 +9,7 @@ numpy does the work until numba is warm (`stitch.weights.kernels`); the bytes ar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, overload
@@ -31,6 +32,8 @@ from stitch.weights.sparse_format import (
     Chunk,
     Method,
     Packed,
+    Packer,
+    Part,
     pack,
     read_blob,
     write_blob,
@@ -47,6 +50,8 @@ DRIFT: Final = 1.5
 """Where a chunk's values take so many times the bytes per changed unit of the trial, the methods are tried anew."""
 DENSE: Final = 0.25
 """With so many changed units per word, all deltas together, the digest is taken of all words before and after instead."""
+BATCH_BYTES: Final = 4 << 20
+"""Of opened streams, which go through a part of the target together."""
 FULL_SHARE: Final = 0.25
 """A chunk is tried whole where its sparse form takes more than this share of its bytes."""
 
@@ -156,12 +161,7 @@ def apply(blobs: Sequence[memoryview | bytes], target: memoryview, *, width: int
             change += sum(_apply_chunk(blob, index, data, loops) for blob, index in chunks)
             continue
         change -= 0 if state is None else word_sum(part, start // WORD_BYTES)
-        for number, (blob, index) in enumerate(chunks):
-            # Memory that nothing has read yet comes faster to the loops that keep a digest: these fetch first, then change.
-            if state is None and number == 0 and blob.records[index][0] in SPARSE:
-                _apply_chunk(blob, index, data, loops)
-            else:
-                _patch_chunk(blob, index, data, loops)
+        _fold(part, start, chunks, loops)
         change += 0 if state is None else word_sum(part, start // WORD_BYTES)
     return None if state is None else add_to_state(state, change)
 
@@ -178,7 +178,10 @@ def describe(blob: memoryview | bytes) -> Description:
         sizes[name] = sizes.get(name, 0) + sum(lengths[1::2])
         units[name] = units.get(name, 0) + changed
         if method is Method.DIFFERENCES:
-            difference = sparse_numpy.differences_of(_open(read, index, sparse_numpy), read.width)
+            chunk = read.open(index)
+            if not sparse_numpy.check(chunk, read.width, read.units_of(index)):
+                raise _contradiction(read, index)
+            difference = sparse_numpy.differences_of(chunk, read.width)
             magnitude = np.minimum(difference, 0 - difference).astype(UNIT[8])
             bins = np.searchsorted(_POWERS, magnitude[magnitude > 0], side="right") - 1
             magnitudes += np.bincount(bins, minlength=magnitudes.size)
@@ -230,6 +233,7 @@ def from_overwrite(positions: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
     return write_blob(width, size // width, CHUNK_BYTES, packed)
 
 
+_opening: Final = threading.Lock()
 _POWERS: Final = np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64))
 
 
@@ -241,8 +245,7 @@ class _Choice:
 
     def __init__(self, loops: Kernels) -> None:
         self.loops = loops
-        self._tried = 0
-        self._sizes = dict.fromkeys(SPARSE, 0)
+        self._forget()
         self._per_unit = 0.0
 
     def pack(self, found: Found, whole: Bytes, width: int) -> Packed:
@@ -255,12 +258,17 @@ class _Choice:
             self._try(found, width)
         best = self._pack(found, gaps, width)
         if best.size - len(best.stored[0]) > DRIFT * self._per_unit * count + MIN_FRAME:
-            self._tried, self._sizes = 0, dict.fromkeys(SPARSE, 0)
+            self._forget()
             self._try(found, width)
             best = self._pack(found, gaps, width)
         if best.size > FULL_SHARE * whole.nbytes:
             best = min(best, _pack_full(whole, count, width), key=lambda packed: packed.size)
         return best
+
+    def _forget(self) -> None:
+        self._tried = 0
+        self._sizes = dict.fromkeys(SPARSE, 0)
+        self._packer = Packer()
 
     def _try(self, found: Found, width: int) -> None:
         """Takes units of the middle: a chunk's ends may be those of what changed in it."""
@@ -273,7 +281,7 @@ class _Choice:
         self._per_unit = min(self._sizes.values()) / self._tried
 
     def _pack(self, found: Found, gaps: Bytes, width: int) -> Packed:
-        return pack(self._chunk(min(SPARSE, key=self._sizes.__getitem__), found, gaps, width))
+        return self._packer.pack(self._chunk(min(SPARSE, key=self._sizes.__getitem__), found, gaps, width))
 
     def _chunk(self, method: Method, found: Found, gaps: Bytes, width: int) -> Chunk:
         count = found.positions.size
@@ -308,32 +316,53 @@ def _apply_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> int:
     start = index * blob.chunk_bytes
     target = data[start : start + blob.chunk_bytes]
     first_word = start // WORD_BYTES
-    if blob.records[index][0] == Method.FULL:
+    chunk = blob.open(index)
+    if chunk.method is Method.FULL:
         before = word_sum(target, first_word)
-        _patch_chunk(blob, index, data, loops)
+        _replace(target, chunk, blob.width)
         return word_sum(target, first_word) - before
+    if not loops.check(chunk, blob.width, blob.units_of(index)):
+        raise _contradiction(blob, index)
     padded = _words(target)
-    change = loops.apply_sparse(padded, _open(blob, index, loops), blob.width, first_word)
+    change = loops.apply_sparse(padded, chunk, blob.width, first_word)
     if padded is not target:
         target[:] = padded[: target.nbytes]
     return change
 
 
-def _patch_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> None:
-    """The same without the digest."""
-    target = data[index * blob.chunk_bytes : (index + 1) * blob.chunk_bytes]
-    chunk = _open(blob, index, loops)
-    if chunk.method is Method.FULL:
-        target.view(UNIT[blob.width])[:] = sparse_numpy.units_of(chunk.values, blob.width)
-    else:
-        loops.patch(target, chunk, blob.width)
+def _fold(part: Bytes, start: int, chunks: Sequence[tuple[Blob, int]], loops: Kernels) -> None:
+    """Chunks in place, oldest first, without the digest. `part` begins at the `start`th byte of the tensor."""
+    begin = 0
+    while begin < len(chunks):
+        width, held = chunks[begin][0].width, 0
+        batch: list[Part] = []
+        with _opening:
+            for blob, index in chunks[begin:]:
+                first = index * blob.chunk_bytes - start
+                chunk = blob.open(index)
+                if chunk.method is Method.FULL:
+                    if not batch:
+                        _replace(part[first : first + blob.chunk_bytes], chunk, blob.width)
+                        begin += 1
+                    break
+                if batch and (blob.width != width or held + chunk.nbytes > BATCH_BYTES):
+                    break
+                batch.append(Part(chunk=chunk, first_unit=first // width, units=blob.units_of(index)))
+                held += chunk.nbytes
+        if batch:
+            sound = loops.fold(part, batch, width)
+            if sound < len(batch):
+                raise _contradiction(*chunks[begin + sound])
+            begin += len(batch)
 
 
-def _open(blob: Blob, index: int, loops: Kernels) -> Chunk:
-    chunk = blob.open(index)
-    if chunk.method in SPARSE and not loops.check(chunk, blob.width, blob.units_of(index)):
-        raise CorruptObject(f"sparse blob: chunk {index} of {blob.units_of(index)} units: its streams contradict each other")
-    return chunk
+def _replace(target: Bytes, chunk: Chunk, width: int) -> None:
+    """By a chunk that is full."""
+    target.view(UNIT[width])[:] = sparse_numpy.units_of(chunk.values, width)
+
+
+def _contradiction(blob: Blob, index: int) -> CorruptObject:
+    return CorruptObject(f"sparse blob: chunk {index} of {blob.units_of(index)} units: its streams contradict each other")
 
 
 def _loops(nbytes: int) -> Kernels:

@@ -7,13 +7,14 @@ the tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from stitch.weights.digest import mix_words
-from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, WIDE, Bytes, Chunk, Method
+from stitch.weights.sparse_format import CODES_PER_BYTE, LONG_GAP, WIDE, Bytes, Chunk, Method, Part
 
 Positions = np.ndarray[Any, np.dtype[np.uint32]]
 Units = np.ndarray[Any, np.dtype[Any]]
@@ -123,9 +124,19 @@ def apply_sparse(target: Bytes, chunk: Chunk, width: int, first_word: int) -> in
     return _sum_at(touched, words[touched], first_word) - _sum_at(touched, before, first_word)
 
 
-def patch(target: Bytes, chunk: Chunk, width: int) -> None:
-    """The same without the digest. The target need not be whole words."""
-    _change(target.view(UNIT[width]), _positions(chunk), chunk, width)
+def fold(target: Bytes, parts: Sequence[Part], width: int) -> int:
+    """Chunks of sparse methods, oldest first, in place, without the digest. The target need not be whole words.
+
+    Returns the index of the first whose streams contradict each other, as many as there are if none does; the target is then
+    undefined.
+    """
+    units = target.view(UNIT[width])
+    for index, part in enumerate(parts):
+        if not check(part.chunk, width, part.units):
+            return index
+        here = units[part.first_unit : part.first_unit + part.units]
+        _change(here, _positions(part.chunk), part.chunk, width)
+    return len(parts)
 
 
 def _positions(chunk: Chunk) -> np.ndarray[Any, np.dtype[np.int64]]:

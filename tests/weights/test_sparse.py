@@ -91,6 +91,47 @@ def test_many_deltas_in_one_pass_are_as_one_after_the_other(
     assert state == state_digest(view(states[-1]))
 
 
+def made_by(method: str, old: Array, new: Array) -> bytes:
+    width = old.itemsize
+    if method == "xor":
+        blob = sparse.from_xor(view(old ^ new), width=width)
+    elif method == "raw":
+        where = np.flatnonzero(old != new)
+        blob = sparse.from_overwrite(where, new[where], size=old.nbytes, width=width)
+    elif method == "full":
+        blob = sparse.encode_whole(view(new), width=width).blob
+    else:
+        delta = encoded(old, new, width)
+        blob = delta.blob if delta else None
+    assert blob is not None
+    return blob
+
+
+@both
+@pytest.mark.parametrize("batch_bytes", [sparse.BATCH_BYTES, 50_000])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "methods",
+    ["sum sum sum sum", "xor xor xor xor", "raw raw raw raw", "sum raw xor sum raw raw", "sum sum full sum xor sum"],
+)
+def test_a_fold_keeps_the_order(loops: str, methods: str, width: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the windows of the compiled loops, and each step changes much of what the one before it did."""
+    monkeypatch.setattr(sparse, "BATCH_BYTES", batch_bytes)
+    rng = np.random.default_rng(5)
+    states = [rng.integers(0, 256, 1_200_000, np.uint8).view(f"<u{width}")]
+    with running(loops):
+        blobs = []
+        for method in methods.split():
+            new = states[-1].copy()
+            where = np.flatnonzero(rng.random(new.size) < 0.15)
+            new[where] += rng.choice([1, -1, 1, -1, 2, -40, 120, 7000], where.size).astype(np.int64).astype(new.dtype)
+            blobs.append(made_by(method, states[-1], new))
+            states.append(new)
+        target, state = applied(states[0], *blobs, width=width)
+    assert view(target) == view(states[-1])
+    assert state == state_digest(view(states[-1]))
+
+
 @both
 def test_threads_share_nothing(loops: str) -> None:
     """Callers encode and apply many tensors at once."""

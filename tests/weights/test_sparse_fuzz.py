@@ -187,6 +187,15 @@ def test_streams_that_contradict_each_other_change_nothing(loops: str, method: i
 
 
 @both
+def test_a_fold_names_the_chunk_that_contradicts_itself(loops: str) -> None:
+    good = header(64) + 2 * record(4, 1, (1, 1), (2, 2)) + b"\x05\x01\x02" * 2
+    bad = header(64) + record(4, 1, (1, 1), (2, 2)) + record(4, 1, (1, 1), (2, 2)) + b"\x05\x01\x02" + b"\x20\x01\x02"
+    target = np.zeros(64, np.uint16)
+    with running(loops), pytest.raises(CorruptObject, match="chunk 1 of 32 units"):
+        sparse.apply([good, good, bad, good], view(target), width=2, state=None)
+
+
+@both
 @settings(deadline=None, max_examples=40)
 @given(place=st.floats(0, 1), bit=st.integers(0, 7))
 def test_one_flipped_bit_is_refused_or_told_by_the_digest(loops: str, place: float, bit: int) -> None:

@@ -14,13 +14,12 @@ from stitch.cli.options import json_option, log_option, policy_option, run, stor
 from stitch.cli.progress import scratch_option, told_bar
 from stitch.cli.sizes import size_text
 from stitch.core.anchors import ANCHOR_EVERY, AnchorRule
-from stitch.core.errors import InvalidRequest
 from stitch.core.ids import policy_id
 from stitch.log.opening import open_log
 from stitch.operators.compaction import Chain, Compactor, Report
 from stitch.operators.compaction import Progress as Tell
 from stitch.operators.ledger import new_operator, open_ledger
-from stitch.operators.versions import find
+from stitch.operators.versions import find, published
 from stitch.store.opening import open_store
 
 
@@ -71,9 +70,7 @@ async def _compact(
     versions: tuple[str, ...], log_url: str, store_url: str, policy: str, rule: AnchorRule, workdir: Path, dry_run: bool, tell: Tell
 ) -> Report:
     async with open_log(log_url) as log, open_ledger(log, policy_id(policy), source="/stitch/compact") as ledger:
-        lineage = await ledger.read_on()
-        if lineage.owner is None:
-            raise InvalidRequest(f"policy: nothing was published under {policy!r} in this log", field="policy")
+        lineage = published(await ledger.read_on())
         wanted = [find(lineage, text).ref for text in versions]
         with open_store(store_url) as store:
             compactor = Compactor(ledger, store, workdir, writer=new_operator(), rule=rule, progress=tell)

@@ -23,6 +23,8 @@ _COMMANDS: Final = {
     "diff": ("stitch.cli.diff", "diff", "Show what changed from one version to another."),
     "status": ("stitch.cli.inspect", "status", "Show policies, channels and replicas."),
     "log": ("stitch.cli.inspect", "log", "Look into the log."),
+    "channel": ("stitch.cli.steer", "channel", "Move a channel: promote, pin, roll back."),
+    "quarantine": ("stitch.cli.steer", "quarantine", "Take a bad version out of service."),
     "compact": ("stitch.cli.compact", "compact", "Add full forms to old versions, so that joining stays cheap."),
     "gc": ("stitch.cli.gc", "gc", "Retire versions that nobody needs, and delete their bytes."),
     "doctor": ("stitch.cli.doctor", "doctor", "Check log and store, and say how to mend what is wrong."),

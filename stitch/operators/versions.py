@@ -54,6 +54,13 @@ def known_policy(lineage: Lineage, policy: PolicyId) -> PolicyLineage:
     return found
 
 
+def published(policy: PolicyLineage) -> PolicyLineage:
+    """The policy itself. InvalidRequest where nothing was published under its name."""
+    if policy.owner is None:
+        raise InvalidRequest(f"policy: nothing was published under {policy.policy!r} in this log", field="policy")
+    return policy
+
+
 def find(policy: PolicyLineage, text: str) -> Version:
     """The version that the text means: `41` of the run that owns the head, `run/weight_v000041`, or what a channel names.
 

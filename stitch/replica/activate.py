@@ -150,7 +150,7 @@ class Activation:
             return Swap(pause_ms=pause_ms, refused=f"{len(left)} requests did not end, though they were given up")
         if path is None:
             return await self._supervised(self._relabel(old, target), self._config.swap_seconds)
-        carry = None if self._quiesce or afresh or probe is not None else self._engine.carry_mode
+        carry = None if self._quiesce or afresh or probe is not None else self._carry()
         return await self._supervised(self._load(old, path, target, probe, carry), self._config.swap_seconds)
 
     async def _drain(self, target: Target, *, everything: bool) -> set[Ticket]:
@@ -201,6 +201,13 @@ class Activation:
             await self._check(probe)
             self._gate.flip(serving)
         return Swap(pause_ms=self._gate.open())
+
+    def _carry(self) -> PauseMode | None:
+        """How requests live across the load. What is held in place keeps the cache, which must go where no prefix shall outlive its
+        version."""
+        if self._config.kv_scope is KvScope.VERSION and PauseMode.RETRACT in self._engine.pause_modes:
+            return PauseMode.RETRACT
+        return self._engine.carry_mode
 
     def _flushes(self, carry: PauseMode | None) -> bool:
         """Whether the load drops the KV cache: where no request lives on, or none needs what it had and no prefix shall outlive its

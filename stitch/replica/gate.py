@@ -39,6 +39,8 @@ class Ticket:
     bounds: Bounds
     tells: bool
     versions: list[RunVersion]
+    era: int = 0
+    """The gate's at admission."""
     tip: RunVersion | None = None
     """The newest version known at admission, against which a bound on staleness was judged."""
     admitted_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
@@ -53,6 +55,8 @@ class Gate:
 
     def __init__(self, lineage: Callable[[], PolicyLineage], *, capacity: int, wait_seconds: float) -> None:
         self.serving: Serving | None = None
+        self.era = 0
+        """How often a version took over that was not newer than the one before: of another run, or of a lower number."""
         self.in_flight: set[Ticket] = set()
         self.waiting = 0
         self._lineage, self._capacity, self._wait_seconds = lineage, capacity, wait_seconds
@@ -110,7 +114,7 @@ class Gate:
         if len(self.in_flight) >= self._capacity:
             return Full(f"the replica answers {self._capacity} requests already; the request was not started")
         tip = self._lineage().tip
-        ticket = Ticket(request_id=request_id, bounds=bounds, tells=tells, versions=[serving.ref], tip=tip)
+        ticket = Ticket(request_id=request_id, bounds=bounds, tells=tells, versions=[serving.ref], era=self.era, tip=tip)
         self.in_flight.add(ticket)
         return ticket
 
@@ -170,6 +174,9 @@ class Gate:
 
     def flip(self, serving: Serving) -> None:
         """The reported version is now this one."""
+        old = self.serving
+        if old is not None and (old.ref.run != serving.ref.run or serving.ref.number < old.ref.number):
+            self.era += 1
         self.serving = serving
         self.expect(serving.ref)
         self._ring()

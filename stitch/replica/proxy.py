@@ -257,7 +257,8 @@ class Proxy:
     # --- the exchange ------------------------------------------------------------------------------------------------------
 
     async def _exchange(self, call: Call, send: Send) -> Answer | None:
-        namespace = self._namespaces.of(call.asked.spec.session, call.ticket.versions[0])
+        ticket = call.ticket
+        namespace = self._namespaces.of(call.asked.spec.session, ticket.versions[0], era=ticket.era)
         prepared = call.engine.prepare(call.asked.kind, call.asked.body, request_id=call.rid, cache_namespace=namespace)
         call.sent = True
         try:

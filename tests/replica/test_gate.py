@@ -161,6 +161,21 @@ async def test_a_request_in_flight_remembers_every_version_that_it_met(scene: Sc
     assert ticket.versions == [version(5), version(6), version(5)]
 
 
+async def test_an_era_ends_where_a_version_takes_over_that_is_not_newer(scene: Scene) -> None:
+    eras = []
+    for number, run in ((7, "r1"), (8, "r1"), (8, "r1"), (6, "r1"), (9, "r1"), (9, "r2"), (8, "r1")):
+        scene.gate.flip(serving(number, run))
+        eras.append(scene.gate.era)
+    assert eras == [0, 0, 0, 1, 1, 2, 3]
+
+
+async def test_a_ticket_knows_the_era_of_its_admission(scene: Scene) -> None:
+    early = await scene.gate.admit("a", Constraint(), tells=True)
+    scene.gate.flip(serving(0))
+    late = await scene.gate.admit("b", Constraint(), tells=True)
+    assert late.era == early.era + 1
+
+
 async def test_once_shut_it_admits_nothing_and_sends_waiters_away(scene: Scene) -> None:
     scene.gate.close()
     waiting = asyncio.create_task(scene.gate.admit("a", Constraint(), tells=True))

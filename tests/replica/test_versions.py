@@ -87,25 +87,38 @@ def test_which_event_ends_the_output(kind: RouteKind, event: Any, last: bool) ->
 
 def test_a_session_keeps_the_namespace_of_the_version_at_which_it_began() -> None:
     spaces = Namespaces(KvScope.SESSION, limit=2)
-    assert spaces.of("a", ref(3)) == "r1/3"
-    assert spaces.of("a", ref(9)) == "r1/3"
-    assert spaces.of(None, ref(9)) == "r1/9"
-    assert spaces.of("b", ref(9)) == "r1/9"
-    assert spaces.of("a", ref(9)) == "r1/3"
-    assert spaces.of("c", ref(9)) == "r1/9"
-    assert spaces.of("b", ref(10)) == "r1/10", "forgotten: it begins anew"
-    assert spaces.of("c", ref(0, "r2")) == "r2/0", "no session goes on in another run"
+    assert spaces.of("a", ref(3), era=0) == "r1/3"
+    assert spaces.of("a", ref(9), era=0) == "r1/3"
+    assert spaces.of(None, ref(9), era=0) == "r1/9"
+    assert spaces.of("b", ref(9), era=0) == "r1/9"
+    assert spaces.of("a", ref(9), era=0) == "r1/3"
+    assert spaces.of("c", ref(9), era=0) == "r1/9"
+    assert spaces.of("b", ref(10), era=0) == "r1/10", "forgotten: it begins anew"
+
+
+def test_after_a_step_back_nothing_from_before_is_found_again() -> None:
+    """I10: what lived across the step put prefixes of the older version where those of the newer one are looked for."""
+    spaces = Namespaces(KvScope.SESSION)
+    before = spaces.of("a", ref(5), era=0)
+    assert spaces.of("b", ref(3), era=1) not in {before, spaces.of("b", ref(3), era=0)}
+    assert spaces.of("a", ref(6), era=1) == "r1/6/1", "idle while the older version served: it begins anew all the same"
+    assert spaces.of(None, ref(5), era=1) != before
+    assert spaces.of("a", ref(0, "r2"), era=2) == "r2/0/2", "no session goes on in another run"
+    assert spaces.of("late", ref(5), era=0) == before, "admitted before, asked after"
+    assert spaces.of("late", ref(7), era=2) == "r1/7/2"
 
 
 def test_other_scopes() -> None:
     by_version, shared = Namespaces(KvScope.VERSION), Namespaces(KvScope.NONE)
-    assert [by_version.of("a", ref(n)) for n in (3, 4)] == ["r1/3", "r1/4"]
-    assert shared.of("a", ref(3)) is None
+    assert [by_version.of("a", ref(n), era=0) for n in (3, 4)] == ["r1/3", "r1/4"]
+    assert shared.of("a", ref(3), era=1) is None
 
 
 def test_the_engine_joins_the_namespace_to_the_client_s_own_key() -> None:
     body = {"text": "x", "extra_key": "mine"}
-    sent = ENGINE.prepare(RouteKind.GENERATE, body, request_id="i", cache_namespace=Namespaces(KvScope.VERSION).of(None, ref(3)))
+    sent = ENGINE.prepare(
+        RouteKind.GENERATE, body, request_id="i", cache_namespace=Namespaces(KvScope.VERSION).of(None, ref(3), era=0)
+    )
     assert sent["extra_key"] == "r1/3|mine"
     with pytest.raises(InvalidRequest):
         ENGINE.prepare(RouteKind.GENERATE, {"text": "x", "extra_key": 3}, request_id="i", cache_namespace=None)

@@ -4,7 +4,8 @@ The truth is the engine's own greedy output, taken from each model alone before 
 different continuations of a prompt. An answer's first span must be a prefix of the truth of the version that it names. Where an
 answer spans two versions, the newer one, given the older one's tokens, must go on by the very token that the answer has next.
 
-With --kv-scope version no prefix outlives its version, so that what an engine computes depends on nothing but the weights.
+With --kv-scope version no prefix outlives its version, so that what an engine computes depends on nothing but the weights. By
+default a session's prefixes survive loads, and no other session finds older ones than those of the version at which it began.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,7 @@ from stitch.trainer.publisher import Publisher
 from stitch.trainer.rollout_answer import Answer
 from stitch.trainer.rollout_client import RolloutClient
 from tests.support import provision
-from tests.support.cluster import POLICY, RUN, Cluster
+from tests.support.cluster import POLICY, RUN, Cluster, stitch
 from tests.support.sglang import SglangServer
 
 Prompt = tuple[int, ...]
@@ -168,3 +171,76 @@ def test_a_stream_says_which_version_began_and_which_ended_it(
             assert stream.answer is not None
             assert list(stream.answer.spans) == [(0, 0, GREEDY["max_new_tokens"])]
             assert _output(stream.answer) == truth[1, PROMPTS[1]]
+
+
+class _Sessions:
+    """Asks one replica, greedily, each time as part of a session or of none."""
+
+    def __init__(self, url: str) -> None:
+        self.client = RolloutClient(url, policy=POLICY, run=RUN)
+
+    def ask(self, prompt: Prompt, session: str | None, *, alone: bool = False) -> Answer:
+        """`alone`: in a namespace of the cache that nobody else has, so that only the present weights count."""
+        return self.client.generate(
+            input_ids=prompt,
+            sampling_params=GREEDY,
+            session=session,
+            timeout=STEP_SECONDS,
+            extra={"extra_key": uuid.uuid4().hex} if alone else None,
+        )
+
+    def across(self, prompt: Prompt, session: str, change: Callable[[], None]) -> Answer:
+        """An answer that one version began and another one ended, for which `change` is called meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            changing = pool.submit(change)
+            while True:
+                answer = self.ask(prompt, session)
+                if len(answer.spans) > 1:
+                    changing.result()
+                    return answer
+                if changing.done():
+                    changing.result()
+                    pytest.fail("no request lived across the change")
+
+
+def _found(answer: Answer) -> int:
+    """How many tokens of the prompt were in the cache."""
+    cached: int = answer.raw["meta_info"]["cached_tokens"]
+    return cached
+
+
+def test_a_session_keeps_its_prefixes_and_no_other_finds_older_ones(
+    sglang_server: SglangServer, truth: dict[tuple[int, Prompt], list[int]], tmp_path: Path
+) -> None:
+    """I10, with a cache that no load drops: forth to a newer version, back to the older one, and forth again."""
+    models, prompt, other = sglang_server.models, PROMPTS[0], PROMPTS[1]
+    with Cluster(tmp_path) as cluster:
+        with Publisher.open(policy=POLICY, run=RUN, log=cluster.log, store=cluster.store, base=models[0]) as publisher:
+            publisher.publish(models[1])
+
+        def move(number: int) -> None:
+            stitch("channel", "move", "held", str(number), "--log", cluster.log, "--policy", POLICY)
+            if "on-sglang" in cluster.processes:
+                cluster.wait_serving("on-sglang", f"{RUN}/weight_v{number:06d}", STEP_SECONDS)
+
+        move(0)
+        url = cluster.replica("on-sglang", "--engine", "sglang", "--engine-url", sglang_server.url, "--channel", "held")
+        cluster.wait_serving("on-sglang", f"{RUN}/weight_v000000", STEP_SECONDS)
+        asked = _Sessions(url)
+        with asked.client:
+            assert _output(asked.ask(prompt, "old")) == truth[0, prompt]
+            move(1)
+            new = asked.ask(prompt, "new")
+            assert (_output(new), _found(new)) == (truth[1, prompt], 0)
+            assert _output(asked.ask(prompt, None)) == truth[1, prompt]
+            assert _found(asked.ask(prompt, "old")) > 0, "its own prefix did not survive the load"
+
+            crossing = asked.across(other, "new", lambda: move(0))
+            assert [version for version, _, _ in crossing.spans] == [1, 0]
+            assert _output(asked.ask(prompt, "back")) == truth[0, prompt]
+            move(1)
+            # What the older version computed of this answer lies in the cache; whoever is of the newer one must not find it.
+            whole = (*other, *_output(crossing))
+            alone = _output(asked.ask(whole, None, alone=True))
+            for session in ("new", "newer", None):
+                assert _output(asked.ask(whole, session)) == alone, session

@@ -141,16 +141,5 @@ def may_activate(fleet: Fleet, replica: ReplicaId) -> bool:
     return any(m.state.replica == replica for m in first)
 
 
-def held_back(fleet: Fleet, replica: ReplicaId) -> bool:
-    """Whether the replica's target failed terminally on as many of its pool as there are slots, and succeeded on none."""
-    me = fleet.members.get(replica)
-    if me is None or me.state.target is None:
-        return False
-    target, pool = me.state.target, me.state.pool
-    failed = sum(1 for m in fleet.pool(pool) if m.state.phase is Phase.FAILED and m.state.target == target)
-    succeeded = any(m.state.serving == target and m.state.phase.in_rotation for m in fleet.pool(pool))
-    return failed >= slots(fleet, pool) and not succeeded
-
-
 def _overdue(fleet: Fleet, member: Member) -> bool:
     return member.started is not None and member.started.time_ms + SLOT_MS < fleet.now_ms

@@ -68,15 +68,6 @@ async def read_all(
         return [record async for page in found for record in page]
 
 
-async def latest_by_key(log: EventLog, stream: Stream, *, timeout: float = READ_ALL_TIMEOUT_S) -> dict[str, Record]:
-    """The last record of each key. Reads the whole stream, which compaction keeps short."""
-    latest: dict[str, Record] = {}
-    async with aclosing(pages(log, stream, timeout=timeout)) as found:
-        async for page in found:
-            latest.update((record.key, record) for record in page)
-    return latest
-
-
 async def last_record(log: EventLog, stream: Stream) -> Record | None:
     """The newest record, for logs that can only read forwards."""
     found = await last_records(log, stream, 1)

@@ -18,7 +18,6 @@ from stitch.core.ids import (
 )
 from stitch.core.lineage import Position
 from tests.core.agents import HEARTBEAT_MS, POOL, Agent, Stream, serving
-from tests.core.builders import version
 
 pytestmark = pytest.mark.unit
 
@@ -204,19 +203,6 @@ def test_wants_of_another_pool_do_not_count() -> None:
     first.want()
     second.want()
     assert allowed(stream, "r0", "r1") == ["r0", "r1"]
-
-
-def test_d12_version_that_failed_on_all_slots_and_succeeded_on_none_is_held_back() -> None:
-    stream = Stream()
-    first, second, third = serving(stream, "r0", "r1", "r2")
-    assert not folds.held_back(stream.fleet, ReplicaId("r1"))
-    first.say(Transition.ACTIVATION_FAILED, phase=Phase.FAILED)
-    assert folds.held_back(stream.fleet, ReplicaId("r1"))
-    third.say(target=version("a/2"))
-    assert not folds.held_back(stream.fleet, ReplicaId("r2"))
-    second.say(Transition.ACTIVATED, serving=version("a/1"))
-    assert not folds.held_back(stream.fleet, ReplicaId("r1"))
-    assert not folds.held_back(stream.fleet, ReplicaId("unknown"))
 
 
 @EXAMPLES

@@ -12,7 +12,7 @@ from stitch.core.errors import InvalidRequest, LogDiverged, Unavailable
 from stitch.core.ids import Offset
 from stitch.log.keeping import MAX_RECORD_BYTES
 from stitch.log.port import Draft, EventLog, Reader, Record, Stream
-from stitch.log.read import latest_by_key, read_all
+from stitch.log.read import read_all
 from tests.log.places import Place
 
 pytestmark = pytest.mark.contract
@@ -78,7 +78,6 @@ async def test_an_empty_stream(log: EventLog) -> None:
     assert await log.newest(Stream.POINTERS) is None
     assert await log.offset_at(Stream.POINTERS, 0) == bounds.end
     assert await read_all(log, Stream.POINTERS) == []
-    assert await latest_by_key(log, Stream.POINTERS) == {}
 
 
 async def test_bounds_and_newest_follow_appends(log: EventLog) -> None:
@@ -196,8 +195,6 @@ async def test_compaction_keeps_the_last_record_of_each_key(place: Place, log: E
     await place.compact(log)
     records = [record for record in await read_all(log, Stream.POINTERS) if record.key != "roll"]
     assert [(record.key, int(record.value)) for record in records] == [("p/0", 27), ("p/1", 28), ("p/2", 29)]
-    latest = await latest_by_key(log, Stream.POINTERS)
-    assert {key: int(record.value) for key, record in latest.items() if key != "roll"} == {"p/0": 27, "p/1": 28, "p/2": 29}
     after = await log.bounds(Stream.POINTERS)
     assert after.end >= bounds.end
     # A reader within the hole goes on with what is left, since compaction is no damage.

@@ -9,7 +9,7 @@ from stitch.core.errors import LogDiverged, Unavailable
 from stitch.core.ids import Offset
 from stitch.log import read
 from stitch.log.port import Draft, EventLog, Record, Stream
-from stitch.log.read import last_record, last_records, latest_by_key, pages, read_all
+from stitch.log.read import last_record, last_records, pages, read_all
 from tests.log.stuck import StuckLog
 
 pytestmark = pytest.mark.contract
@@ -32,12 +32,6 @@ async def test_reads_between_two_offsets(log: EventLog) -> None:
     assert await read_all(log, Stream.PUBLICATIONS, start=offsets[5], until=offsets[5]) == []
     with pytest.raises(LogDiverged):
         await read_all(log, Stream.PUBLICATIONS, start=Offset(1000), until=Offset(1001))
-
-
-async def test_the_last_of_each_key(log: EventLog) -> None:
-    await fill(log, 10)
-    latest = await latest_by_key(log, Stream.POINTERS)
-    assert {key: int(record.value) for key, record in latest.items()} == {"p/0": 8, "p/1": 9, "p/2": 6, "p/3": 7}
 
 
 async def test_the_end_is_that_of_the_call(log: EventLog) -> None:

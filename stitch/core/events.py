@@ -216,7 +216,7 @@ class ReplicaState:
     `life` is the event id of the life's `joined` record, `incarnation` the log's offset of it (None in that record itself).
     `serving` is what the engine confirmed, with the digest of the manifest's weights; `following` the channel sequence behind
     `target`. `want` is the offset of the replica's open `activation_wanted`, once it was read back. `pause_ms` is the
-    time with the gate closed, in the records `activated` and `activation_failed`.
+    time with the gate closed at the last activation that there was, `error` what has kept the replica from its target since.
     """
 
     replica: ReplicaId

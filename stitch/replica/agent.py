@@ -42,6 +42,8 @@ FLEET_SECONDS: Final = 10.0
 """How long a joining replica waits to read what the fleet says, before it goes without."""
 FAREWELL_SECONDS: Final = 5.0
 """How long the last record may take to be written. The lease ends the replica for the others anyway."""
+TARGET_SECONDS: Final = 2.0
+"""After which a replica says that its channel names no version, and between two looks at why."""
 BOOT_ATTEMPTS: Final = 2
 """Starts of our own engine: between choosing a free port and its use another program may take it."""
 
@@ -66,8 +68,6 @@ class Agent:
         self.caught_up = False
         """Whether the replica was ready once."""
         self.activations = 0
-        self.last_error: str | None = None
-        self.last_pause_ms: float | None = None
         self.staging = disk.staging
         self._config, self._store, self._upstream = config, disk.store, disk.upstream
         self._budget = Budget(announcer, replica=config.replica, pool=config.pool, slot_seconds=config.slot_seconds)
@@ -108,15 +108,14 @@ class Agent:
     async def fail(self, reason: str, *, of_engine: bool) -> None:
         """The last word of a replica that cannot go on. Where the engine failed, what it was taking at that moment is to blame."""
         self._leaving = True
-        self.last_error = reason
         swapping = of_engine and self._activation is not None and self._activation.swapping
         target = self._taking if swapping else None
         self.gate.shut_for("the replica failed; the request was not started")
         self.gate.give_up(set(self.gate.in_flight), f"the replica failed: {reason}")
         state = self.announcer.state
-        state.target, state.serving, state.weights_digest = target, None, None
+        state.target, state.serving, state.weights_digest, state.error = target, None, None, reason
         self._budget.release()
-        self._say(Phase.FAILED, Transition.LEFT if target is None else Transition.ACTIVATION_FAILED, error=reason)
+        self._say(Phase.FAILED, Transition.LEFT if target is None else Transition.ACTIVATION_FAILED)
         await self.gate.ended(set(self.gate.in_flight), FAREWELL_SECONDS)
         await self.announcer.flushed(FAREWELL_SECONDS)
 
@@ -166,7 +165,7 @@ class Agent:
     async def _first_target(self) -> Target:
         """The channel's target, or its nearest ancestor that is not held back. Where there is none, the target is tried again:
         a replica that serves nothing takes no capacity away."""
-        target = await self.reconciler.newer_than(None)
+        target = await self._any_target()
         if not self._budget.held(target.ref):
             return target
         lineage = self.reconciler.lineage
@@ -175,6 +174,20 @@ class Agent:
                 log.warning("%s is held back: it failed before; taking %s", target.ref, version.ref)
                 return target_at(lineage, version.ref, target.generation, target.sequence, target.offset)
         return target
+
+    async def _any_target(self) -> Target:
+        """The channel's target; while it names none, the records say so."""
+        finding = asyncio.create_task(self.reconciler.newer_than(None))
+        try:
+            told = ""
+            while not (await asyncio.wait({finding}, timeout=TARGET_SECONDS))[0]:
+                what = self.reconciler.why_no_target()
+                if what != told:
+                    told = what
+                    self._note_trouble(what)
+            return finding.result()
+        finally:
+            finding.cancel()
 
     async def _start(self, target: Target, staged: Staged, probes: Probes) -> bool:
         """Whether the first version serves now."""
@@ -186,11 +199,11 @@ class Agent:
             else:
                 swap = await self._boot(self._supervisor, target, staged, probes)
         if swap.refused is not None:
-            self._note_refusal(Phase.LOADING, swap)
+            self._note_refusal(Phase.LOADING, target, swap)
             return False
         self._mark_active(staged)
         self.caught_up = True
-        self._note_activation(target, swap)
+        self._note_activation(target)
         return True
 
     async def _join(self, target: Target, staged: Staged, probes: Probes) -> Swap:
@@ -283,8 +296,7 @@ class Agent:
     def _held(self, target: Target) -> bool:
         held = self._budget.held(target.ref)
         if held:
-            self.last_error = f"{target.ref} is held back: it failed on others of the pool, and serves on none"
-            log.warning("%s", self.last_error)
+            self._note_trouble(f"{target.ref} is held back: it failed on others of the pool, and serves on none")
         return held
 
     async def _change(self, target: Target, staged: Staged | None, probes: Probes) -> bool:
@@ -295,14 +307,14 @@ class Agent:
             self._say(Phase.ACTIVATING, Transition.ACTIVATION_STARTED)
             swap = await self._shielded(self._activation.change(path, target, self._probe(probes), afresh=self._doubt.is_set()))
         self._budget.release()
-        self.last_pause_ms = swap.pause_ms
+        self.announcer.state.pause_ms = swap.pause_ms
         if swap.refused is not None:
-            self._note_refusal(Phase.SERVING, swap)
+            self._note_refusal(Phase.SERVING, target, swap)
             return False
         if staged is not None:
             self._doubt.clear()
             self._mark_active(staged)
-        self._note_activation(target, swap)
+        self._note_activation(target)
         return True
 
     def _mark_active(self, staged: Staged) -> None:
@@ -337,9 +349,8 @@ class Agent:
         except StagingCancelled:
             return await newer
         except (StitchError, OSError, KeyError) as error:
-            self.last_error = f"staging {target.ref}: {error}"
-            log.warning("%s", self.last_error)
-            self._say(self.phase, Transition.STAGE_FAILED, error=str(error))
+            self._note_trouble(f"staging {target.ref}: {error}")
+            self._say(self.phase, Transition.STAGE_FAILED)
             return None
         finally:
             newer.cancel()
@@ -421,27 +432,31 @@ class Agent:
                     await asyncio.wait({reading})
                     reading.exception()
             for damage in found:
-                self.last_error = f"buffer {damage.buffer} was damaged: {damage.what}"
+                self._note_trouble(f"buffer {damage.buffer} was damaged: {damage.what}")
                 if damage.active:
                     log.error("what the engine was loaded from is damaged: it is built anew, and loaded again")
                     self._doubt.set()
 
     # --- telling -----------------------------------------------------------------------------------------------------------
 
-    def _say(self, phase: Phase, transition: Transition, *, pause_ms: float | None = None, error: str | None = None) -> None:
+    def _say(self, phase: Phase, transition: Transition) -> None:
         state = self.announcer.state
         state.phase = Phase.DRAINING if self._leaving and phase not in (Phase.LEFT, Phase.FAILED) else phase
-        self.announcer.announce(transition, pause_ms=pause_ms, error=error)
+        self.announcer.announce(transition)
 
-    def _note_activation(self, target: Target, swap: Swap) -> None:
+    def _note_trouble(self, what: str) -> None:
+        """Every record says so from here on, until an activation."""
+        log.warning("%s", what)
+        self.announcer.state.error = what
+
+    def _note_activation(self, target: Target) -> None:
         self.activations += 1
-        self.last_error = None
         state = self.announcer.state
+        state.error = None
         state.following, state.serving, state.staged, state.target = target.sequence, target.ref, None, target.ref
         state.weights_digest = target.manifest.weights_digest
-        self._say(Phase.SERVING, Transition.ACTIVATED, pause_ms=swap.pause_ms)
+        self._say(Phase.SERVING, Transition.ACTIVATED)
 
-    def _note_refusal(self, phase: Phase, swap: Swap) -> None:
-        self.last_error = swap.refused
-        log.warning("not activated: %s", swap.refused)
-        self._say(phase, Transition.ACTIVATION_FAILED, pause_ms=swap.pause_ms, error=swap.refused)
+    def _note_refusal(self, phase: Phase, target: Target, swap: Swap) -> None:
+        self._note_trouble(f"activating {target.ref}: {swap.refused}")
+        self._say(phase, Transition.ACTIVATION_FAILED)

@@ -54,6 +54,9 @@ class Self:
     staged: RunVersion | None = None
     target: RunVersion | None = None
     want: Offset | None = None
+    pause_ms: float | None = None
+    error: str | None = None
+    """What keeps it from its target; until an activation."""
     labels: dict[str, str] = field(default_factory=dict)
 
 
@@ -92,9 +95,9 @@ class Announcer:
             tasks.create_task(self.fleet.run(), name="activations")
             tasks.create_task(self._write_all(), name="announcer")
 
-    def announce(self, transition: Transition, *, pause_ms: float | None = None, error: str | None = None) -> None:
+    def announce(self, transition: Transition) -> None:
         """Queues a record of the present state."""
-        self._queue.append(self._record(transition, pause_ms=pause_ms, error=error))
+        self._queue.append(self._record(transition))
         if len(self._queue) > QUEUE:
             self._queue.popleft()
         self.written.clear()
@@ -236,7 +239,7 @@ class Announcer:
             log.warning("activation stream: %s", error)
         self.error = str(error)
 
-    def _record(self, transition: Transition, *, pause_ms: float | None = None, error: str | None = None) -> ReplicaState:
+    def _record(self, transition: Transition) -> ReplicaState:
         config, state = self._config, self.state
         self._sequence += 1
         return ReplicaState(
@@ -262,7 +265,7 @@ class Announcer:
             target=state.target,
             want=state.want,
             in_flight=self._in_flight(),
-            pause_ms=pause_ms,
-            error=error,
+            pause_ms=state.pause_ms,
+            error=state.error,
             labels=dict(state.labels),
         )

@@ -29,6 +29,8 @@ READ_SECONDS: Final = 15.0
 JITTER: Final = (0.75, 1.25)
 WAKE_SECONDS: Final = 0.2
 """Least time between two readings of the pointer, however many hints come: each refused request is one."""
+_NAMED_AT_MOST: Final = 8
+"""Of the channels that a message offers instead of a wrong one."""
 
 
 class Reconciler:
@@ -83,6 +85,17 @@ class Reconciler:
             while self.target is None or (order is not None and self.target.order <= order):
                 await self._changed.wait()
             return self.target
+
+    def why_no_target(self) -> str:
+        """A sentence for whoever waits for the first one."""
+        known, channel = self.lineage, self._channel
+        if not self._follower.complete:
+            why = self._follower.frozen or self._follower.error or self.pointer_error
+            return f"the log was not read to its end yet{f': {why}' if why else ''}"
+        if not known.versions:
+            return f"nothing was published under policy {self._policy} yet"
+        there = ", ".join(sorted(known.channels)[:_NAMED_AT_MOST])
+        return f"channel {channel} names no version yet (there are: {there}); stitch channel move {channel} VERSION makes it"
 
     async def other_than(self, target: Target) -> None:
         """Waits until there is a newer target, or the same with other anchors: what could not be staged may be staged then."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stitch.core.events import Phase, Transition
-from stitch.core.ids import Offset
+from stitch.core.events import Phase, ReplicaState, Transition
+from stitch.core.ids import ChannelName, Offset, WriterId
 from stitch.engines.reference.model import ModelConfig, init, to_bf16
 from stitch.log.faulty import FaultyLog
 from stitch.log.opening import open_log
 from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.operators.ledger import open_ledger
+from stitch.operators.steering import move_channel
 from stitch.replica.config import Mode
-from tests.replica.world import Running, World, check_truth, misbehaving, ref, until
+from tests.replica.world import POLICY, Running, World, check_truth, misbehaving, ref, until
 from tests.support import provision
 from tests.support.provision import eventually
 
@@ -68,6 +71,36 @@ async def test_with_the_log_s_consumer_dead_it_follows_the_pointer(world: World)
         assert status == 200, answer
         check_truth(world, answer)
         await replica.stop()
+
+
+async def test_every_record_says_what_keeps_a_replica_from_its_target_and_how_long_it_paused(world: World) -> None:
+    def beat() -> ReplicaState | None:
+        """The last record, where it is a heartbeat."""
+        last = world.of("replica-0")[-1:]
+        return last[0] if last and last[0].transition is Transition.HEARTBEAT else None
+
+    def beats(error: str | None, pause_ms: float | None = None) -> Callable[[], bool]:
+        return lambda: (found := beat()) is not None and (found.error, found.pause_ms) == (error, pause_ms)
+
+    async def move(version: str) -> None:
+        async with open_log(world.log_url) as log, open_ledger(log, POLICY, source="/test") as ledger:
+            await move_channel(ledger, "held", version, writer=WriterId("op"))
+
+    replica = await world.replica(channel=ChannelName("held"))
+    await until(beats("nothing was published under policy math yet"), "it says that there is nothing")
+    async with world.trainer() as trainer:
+        missing = "channel held names no version yet (there are: latest); stitch channel move held VERSION makes it"
+        await until(beats(missing), "it says that its channel names none")
+        await trainer.publish()
+        await move("0")
+        await replica.serves(ref(0))
+        await until(beats(None), "nothing keeps it any more")
+        await move("1")
+        await replica.serves(ref(1))
+    (taken,) = [record for record in world.of("replica-0", Transition.ACTIVATED) if record.serving == ref(1)]
+    assert taken.pause_ms is not None
+    await until(beats(None, taken.pause_ms), "it goes on")
+    await replica.stop()
 
 
 async def test_a_stale_pointer_is_repaired_by_whoever_sees_it(world: World) -> None:

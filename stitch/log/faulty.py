@@ -147,6 +147,10 @@ class FaultyLog(EventLog):
         self._check_reachable()
         return await self._inner.bounds(stream)
 
+    async def bounds_reaching(self, stream: Stream, offset: Offset) -> Bounds:
+        self._check_reachable()
+        return await self._inner.bounds_reaching(stream, offset)
+
     async def offset_at(self, stream: Stream, time_ms: int) -> Offset:
         self._check_reachable()
         return await self._inner.offset_at(stream, time_ms)

@@ -130,9 +130,7 @@ class Follower(Generic[S]):
         """
         try:
             async with asyncio.timeout(timeout):
-                end = (await self.log.bounds(self.stream)).end
-                if self._position is not None and end < self._position:
-                    raise self._diverged(end)
+                end = (await self._bounds()).end
                 return await self.until(lambda _: self._position is not None and self._position >= end, None)
         except TimeoutError as error:
             raise Unavailable(f"{self.stream}: not read to its end within {timeout:g} s ({self.error or 'no answer'})") from error
@@ -145,7 +143,7 @@ class Follower(Generic[S]):
     async def _follow_one_reader(self) -> None:
         start = await self._first_offset()
         until = time.monotonic() + REBUILD_SECONDS * random.uniform(0.75, 1.25)  # noqa: S311 # jitter, no secret
-        end = (await self.log.bounds(self.stream)).end
+        end = (await self._bounds()).end
         async with await self.log.reader(self.stream, start) as reader:
             if self._mark is not None and start == self._mark.offset:
                 await self._meet_mark(await reader.poll(POLL_SECONDS, 1), self._mark)
@@ -172,13 +170,20 @@ class Follower(Generic[S]):
             return self._mark.offset
         if self._position is not None:
             # The record before may be gone for a good reason: compaction, or the end of its retention.
-            bounds = await self.log.bounds(self.stream)
-            if bounds.end < self._position:
-                raise self._diverged(bounds.end)
+            bounds = await self._bounds()
             return max(self._position if self._mark is None else self._mark.offset, bounds.start)
         if self._start is not None:
             return await self._start(self.log)
         return (await self.log.bounds(self.stream)).start
+
+    async def _bounds(self) -> Bounds:
+        """Raises LogDiverged where the log ends before what was read of it."""
+        if self._position is None:
+            return await self.log.bounds(self.stream)
+        bounds = await self.log.bounds_reaching(self.stream, self._position)
+        if bounds.end < self._position:
+            raise self._diverged(bounds.end)
+        return bounds
 
     def _diverged(self, end: Offset) -> LogDiverged:
         return LogDiverged(
@@ -194,7 +199,7 @@ class Follower(Generic[S]):
             if first is not None:
                 await self._take_or_diverge(first, mark)
             return
-        bounds = await self.log.bounds(self.stream)
+        bounds = await self.log.bounds_reaching(self.stream, Offset(mark.offset + 1))
         if first is None and bounds.end > mark.offset:
             raise Unavailable(f"{self.stream}: record {mark.offset} was not read again in time")
         raise self._replaced(mark, bounds)

@@ -37,6 +37,9 @@ SLICE_S: Final = 1.0
 REQUEST_TIMEOUT_MS: Final = 10_000
 CONNECT_S: Final = 5.0
 """For a poll to connect anew, however short it is."""
+DEPOSED_S: Final = 10.0
+"""For a leader that stood still to learn that it leads no more: until then it answers as if nothing had been written since."""
+DEPOSED_AGAIN_S: Final = 0.5
 STOP_TIMEOUT_S: Final = 5.0
 """For a consumer to close its connections."""
 
@@ -78,6 +81,15 @@ class KafkaLog(EventLog):
             return Bounds(start=Offset(start), end=Offset(end))
 
         return await self._ask(ask)
+
+    async def bounds_reaching(self, stream: Stream, offset: Offset) -> Bounds:
+        until = time.monotonic() + DEPOSED_S
+        while True:
+            bounds = await self.bounds(stream)
+            if bounds.end >= offset or time.monotonic() >= until:
+                return bounds
+            self._asker.discard()  # a new client asks around whom the cluster follows by now
+            await asyncio.sleep(DEPOSED_AGAIN_S)
 
     async def offset_at(self, stream: Stream, time_ms: int) -> Offset:
         partition = self._partition(stream)
@@ -238,12 +250,19 @@ class _KafkaReader(Reader):
             records = await self._poll(time.monotonic() + timeout, max_records)
         except OffsetOutOfRangeError:
             self._consumer.discard()
-            raise LogDiverged(f"{self._log.url}: offset {self._position} of {self._stream} is not in the log") from None
+            raise await self._out_of_range() from None
         except (KafkaError, ConsumerStoppedError) as error:
             self._consumer.discard()
             raise as_ours(self._log._settings, error) from error
         self._polling = False
         return records
+
+    async def _out_of_range(self) -> LogDiverged | Unavailable:
+        """What it means that the broker has not the position."""
+        bounds = await self._log.bounds_reaching(self._stream, self.position)
+        if bounds.start <= self._position <= bounds.end:
+            return Unavailable(f"{self._log.url}: the broker knew {self._stream} less far than it was read; another one is asked")
+        return LogDiverged(f"{self._log.url}: offset {self._position} of {self._stream} is not in the log")
 
     async def connect(self, timeout: float) -> Any:
         """The consumer, started and set to the position. Raises Unavailable."""

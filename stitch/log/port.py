@@ -134,6 +134,11 @@ class EventLog(ABC):
     async def bounds(self, stream: Stream) -> Bounds:
         """Raises Unavailable where the log cannot be reached."""
 
+    async def bounds_reaching(self, stream: Stream, offset: Offset) -> Bounds:
+        """The bounds of a stream that was read up to `offset` before. A log of several servers asks for a while before it says that
+        the stream ends earlier: a server that was deposed while it stood still may not know so yet. Raises Unavailable."""
+        return await self.bounds(stream)
+
     @abstractmethod
     async def offset_at(self, stream: Stream, time_ms: int) -> Offset:
         """The offset of the first record whose time is at least `time_ms`; `Bounds.end` where there is none."""

@@ -16,10 +16,10 @@ from stitch.log import kafka, kafka_append
 from stitch.log.events import append
 from stitch.log.follow import Follower
 from stitch.log.kafka import KafkaLog
-from stitch.log.port import Stream
+from stitch.log.port import Bounds, Stream
 from tests.support.examples import examples
 from tests.support.kafka import fresh_namespace
-from tests.support.kafka_cluster import KafkaCluster
+from tests.support.kafka_cluster import Broker, KafkaCluster
 from tests.support.ledger import Ledger, read_along
 from tests.support.provision import eventually
 
@@ -114,6 +114,71 @@ async def test_a_leader_that_stood_still_longer_than_every_time_out(cluster: Kaf
         leader.running.resume()
         await check(ledger, log, seen)
     assert {*ledger.unknown, *ledger.refused}, "nobody met the broker that stood still"
+
+
+async def test_a_leader_that_does_not_know_that_it_was_deposed_is_not_believed(
+    cluster: KafkaCluster, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, deposed, and gone on where it reaches nobody: it answers as if nothing had been written since."""
+    monkeypatch.setattr(kafka, "DEPOSED_S", PATIENCE_S)
+    ledger = Ledger(log)
+    await ledger.write_until(lambda: len(ledger.acknowledged) >= 20, APPEND_S)
+    deposed = await cluster.leader(topic(log))
+    others = [broker for broker in cluster.brokers if broker is not deposed]
+    async with KafkaLog.of_url(f"kafka://127.0.0.1:{deposed.plain}/{log.url.rpartition('/')[2]}") as believer:
+        await believer.bounds(TOPIC)
+        stop(deposed)
+        await ledger.write_until(lambda: len(ledger.acknowledged) >= 40, APPEND_S)
+        end = (await log.bounds(TOPIC)).end
+        stop(*others)
+        go_on(deposed)
+        assert (await believer.bounds(TOPIC)).end < end
+        asking = asyncio.create_task(believer.bounds_reaching(TOPIC, end))
+        go_on(*others)
+        assert (await asking).end >= end
+    assert await ledger.append(PATIENCE_S) == "acknowledged"
+    await ledger.check(log)
+
+
+async def test_a_broker_that_knew_less_than_was_read_is_no_proof_of_loss(
+    cluster: KafkaCluster, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka, "DEPOSED_S", PATIENCE_S)
+    ledger = Ledger(log)
+    await ledger.write_until(lambda: len(ledger.acknowledged) >= 3, PATIENCE_S)
+    asked = spied(log, monkeypatch)
+    async with await log.reader(TOPIC, Offset(5)) as reader:  # as one that read so far from the broker that leads in truth
+        polling = asyncio.create_task(reader.poll(PATIENCE_S))
+        async with asyncio.timeout(PATIENCE_S):
+            await asked.wait()
+        await ledger.write_until(lambda: len(ledger.acknowledged) >= 6, PATIENCE_S)
+        with pytest.raises(Unavailable, match="knew publications less far than it was read"):
+            await polling
+        assert [int(record.value) for record in await reader.poll(PATIENCE_S)] == [5]
+
+
+def stop(*brokers: Broker) -> None:
+    for broker in brokers:
+        assert broker.running is not None
+        broker.running.pause()
+
+
+def go_on(*brokers: Broker) -> None:
+    for broker in brokers:
+        assert broker.running is not None
+        broker.running.resume()
+
+
+def spied(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once the log was asked for bounds that reach an offset."""
+    asked, ask = asyncio.Event(), log.bounds_reaching
+
+    async def spy(stream: Stream, offset: Offset) -> Bounds:
+        asked.set()
+        return await ask(stream, offset)
+
+    monkeypatch.setattr(log, "bounds_reaching", spy)
+    return asked
 
 
 async def test_a_follower_says_how_far_behind_it_is_while_all_brokers_stand_still(

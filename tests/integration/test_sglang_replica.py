@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.request
 import uuid
 from collections.abc import Callable
@@ -190,17 +191,24 @@ class _Sessions:
         )
 
     def across(self, prompt: Prompt, session: str, change: Callable[[], None]) -> Answer:
-        """An answer that one version began and another one ended, for which `change` is called meanwhile."""
-        with ThreadPoolExecutor(1) as pool:
-            changing = pool.submit(change)
-            while True:
-                answer = self.ask(prompt, session)
-                if len(answer.spans) > 1:
-                    changing.result()
-                    return answer
-                if changing.done():
-                    changing.result()
-                    pytest.fail("no request lived across the change")
+        """An answer that one version began and another one ended, for which `change` is called while several are computed."""
+        changed = threading.Event()
+
+        def ask() -> list[Answer]:
+            answers = []
+            while not changed.is_set():
+                answers.append(self.ask(prompt, session))
+            return answers
+
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(ask) for _ in range(4)]
+            try:
+                change()
+            finally:
+                changed.set()
+        crossing = [answer for each in asking for answer in each.result() if len(answer.spans) > 1]
+        assert crossing, "no request lived across the change"
+        return crossing[0]
 
 
 def _found(answer: Answer) -> int:

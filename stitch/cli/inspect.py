@@ -116,7 +116,7 @@ def _print_status(report: dict[str, Any]) -> None:
         console.print(
             f"[bold]{row['policy']}[/]  run {row['run']}  tip {row['tip']}  epoch {row['epoch']}  {row['versions']} versions"
         )
-        console.print("  channels: " + ", ".join(f"{name} -> {target}" for name, target in row["channels"].items()))
+        console.print("  channels: " + ", ".join(f"{name} -> {target or 'no version'}" for name, target in row["channels"].items()))
     table = tables.table("replica", "phase", "serving", "lag", "target", "in flight", "last pause", "error")
     for row in report["replicas"]:
         pause = "" if row["pause_ms"] is None else f"{row['pause_ms']:.1f} ms"

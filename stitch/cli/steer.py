@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from stitch.cli.options import json_option, log_option, policy_option, run
-from stitch.core.ids import policy_id
+from stitch.core.ids import LATEST, policy_id
 from stitch.log.opening import open_log
 from stitch.operators import steering
 from stitch.operators.ledger import Ledger, new_operator, open_ledger
@@ -93,7 +93,10 @@ def _decided(log_url: str, policy: str, source: str, decide: Callable[[Ledger], 
 
 def _told(move: Move) -> str:
     if move.after is None:
-        return f"{move.channel}: {move.before} -> no version; it named no other before. Move it to one that replicas may take"
+        mend = (
+            "no older one may be taken" if move.channel == LATEST else "it named no other before. Move it to one that may be taken"
+        )
+        return f"{move.channel}: {move.before} -> no version; {mend}"
     return f"{move.channel}: {move.before or 'new'} -> {move.after}"
 
 

@@ -38,9 +38,12 @@ def test_a_person_promotes_rolls_back_and_takes_out_of_service(tmp_path: Path) -
 
 
 def test_a_channel_without_an_earlier_target_is_said_to_name_none(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, "Fd")
-    steer(shop, "channel", "move", "canary", "1")
-    assert "canary: r1/weight_v000001 -> no version" in steer(shop, "quarantine", "1").out
+    shop = Shop(tmp_path, "F")
+    steer(shop, "channel", "move", "canary", "0")
+    said = steer(shop, "quarantine", "0").out
+    assert "canary: r1/weight_v000000 -> no version; it named no other before. Move it to one that may be taken\n" in said
+    assert "latest: r1/weight_v000000 -> no version; no older one may be taken\n" in said
+    assert "canary -> no version, latest -> no version" in command("status", "--log", shop.log).out
 
 
 def test_a_program_reads_what_moved(tmp_path: Path) -> None:

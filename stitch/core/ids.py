@@ -7,6 +7,7 @@ header value without escaping.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NewType
 
@@ -34,11 +35,19 @@ StateDigest = NewType("StateDigest", str)
 
 LATEST: Final = ChannelName("latest")
 MAX_NAME: Final = 128
+_NAMED_AT_MOST: Final = 8
+"""Of the names that a message offers instead of a wrong one."""
 MAX_VERSION: Final = 2**53 - 1
 """Greatest number that every JSON reader holds exactly (RFC 8785)."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 _VERSION_TEXT = re.compile(r"(?P<run>[^/]+)/weight_v(?P<number>[0-9]+)\Z")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few in order, for a message; nothing where there are none."""
+    found = sorted(names)
+    return ", ".join(found[:_NAMED_AT_MOST]) + (" and others" if len(found) > _NAMED_AT_MOST else "")
 
 
 def check_name(value: str, field: str) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 from stitch.core.errors import InvalidRequest, VersionGone
 from stitch.core.events import RunVersion
-from stitch.core.ids import MAX_NAME, ChannelName, PolicyId, parse_version, policy_id, run_id, version_number
+from stitch.core.ids import MAX_NAME, ChannelName, PolicyId, listed, parse_version, policy_id, run_id, version_number
 from stitch.core.lineage import Lineage, PolicyLineage, Position, Version
 from stitch.core.manifest import ManifestRef
 from stitch.log.events import read
@@ -19,8 +19,6 @@ from stitch.log.views import fold_lineage
 from stitch.wire.codec import Skipped
 
 FORMS: Final = "a number (41), a full name (run/weight_v000041) or a channel (latest)"
-_NAMED_AT_MOST: Final = 8
-"""Of the names that a message offers instead of a wrong one."""
 _MAX_DIGITS: Final = 16
 """Of a number; the greatest has as many."""
 
@@ -49,7 +47,7 @@ def known_policy(lineage: Lineage, policy: PolicyId) -> PolicyLineage:
     """The policy's lineage. InvalidRequest names the policies that there are."""
     found = lineage.policies.get(policy)
     if found is None:
-        there = _listed(lineage.policies) or "none yet"
+        there = listed(lineage.policies) or "none yet"
         raise InvalidRequest(f"policy: nothing was published under {policy!r}; the log has {there}", field="policy")
     return found
 
@@ -112,7 +110,7 @@ def _of_number(policy: PolicyLineage, text: str) -> RunVersion:
 def _of_channel(policy: PolicyLineage, text: str) -> RunVersion:
     channel = policy.channels.get(ChannelName(text))
     if channel is None:
-        there = _listed(policy.channels) or "none yet"
+        there = listed(policy.channels) or "none yet"
         raise InvalidRequest(
             f"version: {text[:MAX_NAME]!r} means none; give {FORMS}. Policy {policy.policy} has the channels {there}",
             field="version",
@@ -126,9 +124,4 @@ def _nearest(policy: PolicyLineage, ref: RunVersion) -> str:
     greatest = policy.greatest(run_id(ref.run))
     if greatest is not None:
         return f"the run's greatest number is {greatest}"
-    return f"there is no such run, but {_listed(policy.runs) or 'none at all'}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = sorted(names)
-    return ", ".join(found[:_NAMED_AT_MOST]) + (" and others" if len(found) > _NAMED_AT_MOST else "")
+    return f"there is no such run, but {listed(policy.runs) or 'none at all'}"

@@ -179,11 +179,8 @@ class Agent:
         """The channel's target; while it names none, the records say so."""
         finding = asyncio.create_task(self.reconciler.newer_than(None))
         try:
-            told = ""
             while not (await asyncio.wait({finding}, timeout=TARGET_SECONDS))[0]:
-                what = self.reconciler.why_no_target()
-                if what != told:
-                    told = what
+                if (what := self.reconciler.why_no_target()) != self.announcer.state.error:
                     self._note_trouble(what)
             return finding.result()
         finally:

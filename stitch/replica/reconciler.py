@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from stitch.core.errors import LogDiverged, StitchError
-from stitch.core.ids import ChannelName, PolicyId
+from stitch.core.ids import ChannelName, PolicyId, listed
 from stitch.core.lineage import Lineage, PolicyLineage
 from stitch.core.pointers import pointer_key
 from stitch.log.follow import Follower
@@ -29,8 +29,6 @@ READ_SECONDS: Final = 15.0
 JITTER: Final = (0.75, 1.25)
 WAKE_SECONDS: Final = 0.2
 """Least time between two readings of the pointer, however many hints come: each refused request is one."""
-_NAMED_AT_MOST: Final = 8
-"""Of the channels that a message offers instead of a wrong one."""
 
 
 class Reconciler:
@@ -94,8 +92,8 @@ class Reconciler:
             return f"the log was not read to its end yet{f': {why}' if why else ''}"
         if not known.versions:
             return f"nothing was published under policy {self._policy} yet"
-        there = ", ".join(sorted(known.channels)[:_NAMED_AT_MOST])
-        return f"channel {channel} names no version yet (there are: {there}); stitch channel move {channel} VERSION makes it"
+        mend = f"stitch channel move {channel} VERSION makes it"
+        return f"channel {channel} names no version yet (there are: {listed(known.channels)}); {mend}"
 
     async def other_than(self, target: Target) -> None:
         """Waits until there is a newer target, or the same with other anchors: what could not be staged may be staged then."""

@@ -149,17 +149,17 @@ class Chain:
         self._edits[after.name] = _Edit(before=after, after=after, source=source, whole=data)
 
     def _take_blob(self, before: TensorSpec, after: TensorSpec, source: str, info: TensorInfo, data: memoryview) -> None:
+        where = f"{source}: tensor {after.name!r}"
         if info.dtype != BLOB_DTYPE or len(info.shape) != 1:
-            what = f"its delta is {info.dtype} {list(info.shape)}, not one row of {BLOB_DTYPE}"
-            raise CorruptObject(f"{source}: tensor {after.name!r}: {what}")
+            raise CorruptObject(f"{where}: its delta is {info.dtype} {list(info.shape)}, not one row of {BLOB_DTYPE}")
         try:
             header = read_header(data)
         except CorruptObject as error:
-            raise CorruptObject(f"{source}: tensor {after.name!r}: {error}") from error
+            raise CorruptObject(f"{where}: {error}") from error
         width, size = sparse.unit_bytes(after.dtype), tensor_bytes(after.dtype, after.shape)
         if header.width > width or header.units * header.width != size:
             raise CorruptObject(
-                f"{source}: tensor {after.name!r}: its delta is of {header.units} units of {header.width} bytes, "
+                f"{where}: its delta is of {header.units} units of {header.width} bytes, "
                 f"the tensor of {size} bytes in units of {width}"
             )
         self._chunk_bytes = max(self._chunk_bytes, header.chunk_bytes)

@@ -178,10 +178,7 @@ def describe(blob: memoryview | bytes) -> Description:
         sizes[name] = sizes.get(name, 0) + sum(lengths[1::2])
         units[name] = units.get(name, 0) + changed
         if method is Method.DIFFERENCES:
-            chunk = read.open(index)
-            if not sparse_numpy.check(chunk, read.width, read.units_of(index)):
-                raise _contradiction(read, index)
-            difference = sparse_numpy.differences_of(chunk, read.width)
+            difference = sparse_numpy.differences_of(_open(read, index, sparse_numpy), read.width)
             magnitude = np.minimum(difference, 0 - difference).astype(UNIT[8])
             bins = np.searchsorted(_POWERS, magnitude[magnitude > 0], side="right") - 1
             magnitudes += np.bincount(bins, minlength=magnitudes.size)
@@ -234,6 +231,7 @@ def from_overwrite(positions: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
 
 
 _opening: Final = threading.Lock()
+"""Threads take turns at opening streams: to hand the interpreter over at each frame costs them more than to wait."""
 _POWERS: Final = np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64))
 
 
@@ -316,13 +314,11 @@ def _apply_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> int:
     start = index * blob.chunk_bytes
     target = data[start : start + blob.chunk_bytes]
     first_word = start // WORD_BYTES
-    chunk = blob.open(index)
+    chunk = _open(blob, index, loops)
     if chunk.method is Method.FULL:
         before = word_sum(target, first_word)
         _replace(target, chunk, blob.width)
         return word_sum(target, first_word) - before
-    if not loops.check(chunk, blob.width, blob.units_of(index)):
-        raise _contradiction(blob, index)
     padded = _words(target)
     change = loops.apply_sparse(padded, chunk, blob.width, first_word)
     if padded is not target:
@@ -330,30 +326,48 @@ def _apply_chunk(blob: Blob, index: int, data: Bytes, loops: Kernels) -> int:
     return change
 
 
-def _fold(part: Bytes, start: int, chunks: Sequence[tuple[Blob, int]], loops: Kernels) -> None:
-    """Chunks in place, oldest first, without the digest. `part` begins at the `start`th byte of the tensor."""
-    begin = 0
-    while begin < len(chunks):
-        width, held = chunks[begin][0].width, 0
-        batch: list[Part] = []
+def _open(blob: Blob, index: int, loops: Kernels) -> Chunk:
+    chunk = blob.open(index)
+    if chunk.method in SPARSE and not loops.check(chunk, blob.width, blob.units_of(index)):
+        raise _contradiction(blob, index)
+    return chunk
+
+
+def _fold(target: Bytes, start: int, chunks: Sequence[tuple[Blob, int]], loops: Kernels) -> None:
+    """Chunks in place, oldest first, without the digest. `target` begins at the `start`th byte of the tensor."""
+    for batch in _batches(chunks):
+        width = batch[0][0].width
         with _opening:
-            for blob, index in chunks[begin:]:
-                first = index * blob.chunk_bytes - start
-                chunk = blob.open(index)
-                if chunk.method is Method.FULL:
-                    if not batch:
-                        _replace(part[first : first + blob.chunk_bytes], chunk, blob.width)
-                        begin += 1
-                    break
-                if batch and (blob.width != width or held + chunk.nbytes > BATCH_BYTES):
-                    break
-                batch.append(Part(chunk=chunk, first_unit=first // width, units=blob.units_of(index)))
-                held += chunk.nbytes
-        if batch:
-            sound = loops.fold(part, batch, width)
-            if sound < len(batch):
-                raise _contradiction(*chunks[begin + sound])
-            begin += len(batch)
+            parts = [_part(blob, index, start) for blob, index in batch]
+        if parts[0].chunk.method is Method.FULL:
+            first = parts[0].first_unit * width
+            _replace(target[first : first + parts[0].units * width], parts[0].chunk, width)
+            continue
+        sound = loops.fold(target, parts, width)
+        if sound < len(parts):
+            raise _contradiction(*batch[sound])
+
+
+def _batches(chunks: Sequence[tuple[Blob, int]]) -> Iterator[list[tuple[Blob, int]]]:
+    """What folds together: chunks of sparse methods and one width, whose streams are not too many; a full one by itself."""
+    batch: list[tuple[Blob, int]] = []
+    kind: tuple[bool, int] | None = None
+    held = 0
+    for blob, index in chunks:
+        method, _, _, _, *lengths = blob.records[index]
+        own, size = (method == Method.FULL, blob.width), sum(lengths[::2])
+        if batch and (own != kind or own[0] or held + size > BATCH_BYTES):
+            yield batch
+            batch, held = [], 0
+        batch.append((blob, index))
+        kind, held = own, held + size
+    if batch:
+        yield batch
+
+
+def _part(blob: Blob, index: int, start: int) -> Part:
+    first_unit = (index * blob.chunk_bytes - start) // blob.width
+    return Part(chunk=blob.open(index), first_unit=first_unit, units=blob.units_of(index))
 
 
 def _replace(target: Bytes, chunk: Chunk, width: int) -> None:

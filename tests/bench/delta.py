@@ -47,11 +47,7 @@ def run(options: Options) -> dict[str, float]:
         for key, value in found[rate].items():
             options.say(f"  {rate}: {key} {value:.3f}")
     headline = [found[rate] for rate in ("1e-6", "2e-6") if rate in found]
-    result = {
-        key: round(statistics.mean(one[key] for one in headline), 3)
-        for key in headline[0]
-        if key.startswith(("size_vs", "encode_vs", "decode_")) and "gb_per_s" not in key
-    }
+    result = {key: round(statistics.mean(one[key] for one in headline), 3) for key in headline[0] if "_vs_" in key}
     for rate, values in found.items():
         result |= {f"{key}_{rate}": round(value, 4) for key, value in values.items() if key not in result or len(found) > 1}
     return result

@@ -101,11 +101,11 @@ async def test_a_fenced_producer_is_replaced(log: KafkaLog) -> None:
 
 
 async def test_a_producer_that_was_idle_until_the_broker_forgot_it_goes_on(cluster: KafkaCluster) -> None:
-    async with cluster.forgetting_producers(1000), KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
+    async with KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
         await log.setup(create=True)
         for number in range(3):
             await log.append(TOPIC, draft(number), timeout=PATIENCE_S)
-        await asyncio.sleep(2.5)  # the brokers forget after 1 s and look twice a second; nothing tells from outside that they did
+        await cluster.forget_producers()
         for number in range(3, 6):
             await log.append(TOPIC, draft(number), timeout=PATIENCE_S)
         assert await numbers(log) == [0, 1, 2, 3, 4, 5]
@@ -118,10 +118,9 @@ async def test_only_a_producer_that_was_forgotten_writes_a_second_copy(cluster: 
         await log.append(TOPIC, draft(0), timeout=PATIENCE_S)
         await _send_again(log)
         assert await numbers(log) == [0]
-        async with cluster.forgetting_producers(1000):
-            await asyncio.sleep(2.5)
-            await _send_again(log)
-            assert await numbers(log) == [0, 0]
+        await cluster.forget_producers()
+        await _send_again(log)
+        assert await numbers(log) == [0, 0]
 
 
 async def _send_again(log: KafkaLog) -> None:

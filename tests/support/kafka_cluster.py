@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ PASSWORD: Final = "correct horse battery"
 """With blanks, since passwords have them."""
 FORMAT_TIMEOUT_S: Final = 90.0
 OPENSSL_TIMEOUT_S: Final = 30.0
+FORGETTING_S: Final = 2.5
+"""They forget after 1 s then, and look twice a second; nothing tells from outside that they did."""
 STOP_GRACE_S: Final = 2.0
 """A broker that lost its quorum does not end by itself."""
 START_TIMEOUT_S: Final = 120.0
@@ -122,6 +124,17 @@ class KafkaCluster:
                 broker.running.kill()
                 broker.running = None
 
+    def pause(self, *brokers: Broker) -> None:
+        """They stand still, and keep their connections."""
+        for broker in brokers:
+            assert broker.running is not None
+            broker.running.pause()
+
+    def resume(self, *brokers: Broker) -> None:
+        for broker in brokers:
+            assert broker.running is not None
+            broker.running.resume()
+
     def heal(self) -> None:
         """Everything runs and the wire is whole."""
         self.wire.mend()
@@ -140,18 +153,15 @@ class KafkaCluster:
                     return found[0]
                 await asyncio.sleep(provision.POLL_S)
 
-    @contextlib.asynccontextmanager
-    async def forgetting_producers(self, after_ms: int) -> AsyncIterator[None]:
-        """Brokers forget an idle producer after `after_ms`, not after a day.
+    async def forget_producers(self) -> None:
+        """Has the brokers forget all that are idle, as they do after a day.
 
-        Only while it is looked at: a producer that is forgotten between two tries of one batch, as a failover may last longer,
-        has its second try taken for a new batch.
+        Not by a setting for good: a producer that is forgotten between two tries of one batch, as a failover may last longer, has
+        its second try taken for a new batch.
         """
-        await self._set_for_all({"producer.id.expiration.ms": str(after_ms)})
-        try:
-            yield
-        finally:
-            await self._set_for_all({})
+        await self._set_for_all({"producer.id.expiration.ms": "1000"})
+        await asyncio.sleep(FORGETTING_S)
+        await self._set_for_all({})
 
     async def _set_for_all(self, settings: dict[str, str]) -> None:
         """Of all brokers, in place of what was set for all before."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from stitch.core.errors import InvalidRequest
+from stitch.core.errors import InvalidRequest, StitchError
 from stitch.core.ids import policy_id, run_id
 from stitch.http import headers as names
 from stitch.http.auth import Bearer
@@ -102,13 +102,16 @@ class AsyncRolloutClient:
 
     async def _answered(self, call: Call) -> UpstreamResponse:
         """The answer of status 200, its body still to come."""
+        before: StitchError | None = None
         while True:
             response = await self._try(call)
             if isinstance(response, UpstreamResponse):
                 return response
             pause = call.pause(response.retry_after) if response.retryable else None
             if pause is None:
-                raise response.error
+                # Where the deadline cut a try short, only the refusal before it says what the time went by with.
+                raise response.error from before
+            before = response.error
             call.again(started=response.started)
             _logger.debug("request %s: again in %.1f s: %s", call.request_id, pause, response.error)
             await asyncio.sleep(pause)

@@ -22,7 +22,7 @@ RETRY_SECONDS: Final = (0.25, 5.0)
 JITTER: Final = 0.25
 """Of a pause, on top: workers that were refused together do not come back together."""
 WAIT_SHARE: Final = 0.9
-"""Of the time that is left, what a gateway may spend waiting for a version: its refusal should still arrive."""
+"""Of the time that is left, what may be waited before the next answer, by a gateway or by a pause: it should still arrive."""
 
 VersionLike = int | str | VersionRef
 """A number of the run, or `run/weight_v000007`."""
@@ -76,10 +76,10 @@ class Call:
         return headers
 
     def pause(self, retry_after: float | None) -> float | None:
-        """Seconds before the next try, at least what the server asked for; None where the deadline comes first."""
+        """Seconds before the next try, at least what the server asked for; None where that leaves no time for its answer."""
         own = min(RETRY_SECONDS[0] * 2.0 ** min(self._tries, 10), RETRY_SECONDS[1])
         pause = (own if retry_after is None else retry_after) * (1.0 + random.uniform(0.0, JITTER))  # noqa: S311 # no secret
-        return pause if pause < self.remaining else None
+        return pause if pause < WAIT_SHARE * self.remaining else None
 
     def again(self, *, started: bool) -> None:
         """Counts a try that was refused. Where its generation may have begun, the next one has an id of its own."""

@@ -22,16 +22,17 @@ from stitch.http import answers
 from stitch.http import headers as names
 from stitch.http.answers import Answer, json_answer
 from stitch.http.request import parse_headers
-from stitch.http.server import serve
+from stitch.http.server import Receive, Send, serve
 from stitch.trainer import rollout_request
 from stitch.trainer.rollout_client import AsyncRolloutClient, RolloutClient
 from tests.support.provision import free_port
-from tests.trainer.scripted_gateway import ScriptedGateway, Turn, good, hang, stream
+from tests.trainer.scripted_gateway import Request, ScriptedGateway, Turn, good, hang, stream
 
 pytestmark = pytest.mark.integration
 
 PATIENCE = 60.0
-SHORT = 0.5
+LATE = 3.0
+"""Until what hangs is given up. A host that stands still for a second is not late."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,32 @@ async def gateway(*turns: Turn) -> AsyncIterator[tuple[str, ScriptedGateway]]:
 def not_ready(retry_after: float = 1.0) -> Answer:
     least = Bounds(run=RunId("r1"), least=VersionNumber(9))
     return answers.not_ready(policy=PolicyId("p"), required=least, serving=None, tip=None, retry_after=retry_after)
+
+
+class Clock:
+    """What the deadline of a call is told by, so that no busy host can bring it near."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def refusing(self, answer: Answer, *, takes: float) -> Turn:
+        """A turn after which it is so much later."""
+
+        async def turn(request: Request, receive: Receive, send: Send) -> None:
+            self.now += takes
+            await answer({"type": "http"}, receive, send)
+
+        return turn
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    told = Clock()
+    monkeypatch.setattr(rollout_request, "time", told)
+    return told
 
 
 def soon(answer: Answer) -> Answer:
@@ -145,29 +172,50 @@ async def test_retry_after_is_honoured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("answer", "error", "takes", "tries"),
     [
-        (not_ready(), WeightVersionNotReady),
-        (soon(not_ready()), WeightVersionNotReady),
-        (answers.busy("full"), Unavailable),
-        (soon(answers.unavailable("none", generation_started=False)), Unavailable),
+        (not_ready(700), WeightVersionNotReady, 400, 1),
+        (soon(not_ready()), WeightVersionNotReady, 400, 3),
+        (answers.busy("full"), Unavailable, 999.5, 1),
+        (soon(answers.unavailable("none", generation_started=False)), Unavailable, 400, 3),
     ],
 )
-async def test_at_the_deadline_the_last_refusal_is_the_error(answer: Answer, error: type[StitchError]) -> None:
-    async with gateway(answer) as (url, _), AsyncRolloutClient(url) as client:
+async def test_at_the_deadline_the_last_refusal_is_the_error(
+    clock: Clock, answer: Answer, error: type[StitchError], takes: float, tries: int
+) -> None:
+    async with gateway(clock.refusing(answer, takes=takes)) as (url, seen), AsyncRolloutClient(url) as client:
         with pytest.raises(error) as raised:
-            await client.generate(prompt="in", timeout=SHORT)
+            await client.generate(prompt="in", timeout=1000)
+    assert len(seen.requests) == tries
     if isinstance(raised.value, WeightVersionNotReady) and answer.header("Retry-After"):
-        assert raised.value.retry_after == 1.0
+        assert raised.value.retry_after == 700.0
+
+
+async def test_a_retry_that_could_not_be_answered_in_time_is_not_sent(clock: Clock) -> None:
+    """The refusal before it says more than that the deadline cut it short."""
+    turn = clock.refusing(soon(not_ready()), takes=1000 - 1.05 * rollout_request.RETRY_SECONDS[0])
+    async with gateway(turn) as (url, seen), AsyncRolloutClient(url) as client:
+        with pytest.raises(WeightVersionNotReady):
+            await client.generate(prompt="in", timeout=1000)
+    assert len(seen.requests) == 1
+
+
+async def test_what_the_deadline_cuts_short_tells_the_refusal_before_it(clock: Clock) -> None:
+    refusing = clock.refusing(soon(not_ready()), takes=1000 - LATE)
+    async with gateway(refusing, hang) as (url, seen), AsyncRolloutClient(url) as client:
+        with pytest.raises(Unavailable, match="generation may have begun") as raised:
+            await client.generate(prompt="in", timeout=1000)
+    assert isinstance(raised.value.__cause__, WeightVersionNotReady)
+    assert len(seen.requests) == 2
 
 
 async def test_a_wait_ends_before_the_deadline_so_that_the_refusal_arrives() -> None:
-    async with gateway(not_ready(5)) as (url, seen), AsyncRolloutClient(url) as client:
+    async with gateway(not_ready(100)) as (url, seen), AsyncRolloutClient(url) as client:
         with pytest.raises(WeightVersionNotReady):
-            await client.generate(prompt="in", wait=100, timeout=2.0)
+            await client.generate(prompt="in", wait=100, timeout=PATIENCE)
     wait = parse_headers(seen.requests[0].headers).wait
     assert wait is not None
-    assert wait <= 1.8
+    assert wait <= 0.9 * PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -231,7 +279,7 @@ async def test_a_gateway_that_starts_late_is_waited_for() -> None:
     port = free_port()
     async with AsyncRolloutClient(f"http://127.0.0.1:{port}") as client:
         with pytest.raises(Unavailable, match="nothing was sent"):
-            await client.generate(prompt="in", timeout=SHORT)
+            await client.generate(prompt="in", timeout=LATE)
         waiting = asyncio.create_task(client.generate(prompt="in", timeout=PATIENCE))
         async with serve(ScriptedGateway(deque([good()])), port=port, grace=1):
             assert (await waiting).text == "out"
@@ -240,7 +288,7 @@ async def test_a_gateway_that_starts_late_is_waited_for() -> None:
 async def test_an_answer_that_is_late_is_given_up_and_its_connection_closed() -> None:
     async with gateway(hang) as (url, seen), AsyncRolloutClient(url) as client:
         with pytest.raises(Unavailable, match="generation may have begun"):
-            await client.generate(prompt="in", timeout=SHORT)
+            await client.generate(prompt="in", timeout=LATE)
         await asyncio.wait_for(seen.gone.wait(), PATIENCE)
     assert len(seen.requests) == 1
 
@@ -290,7 +338,7 @@ async def test_a_stream_is_retried_before_it_begins() -> None:
 @pytest.mark.parametrize(("end", "message"), [("cut", "may have begun"), ("error", "engine went away"), ("hang", "deadline")])
 async def test_a_stream_that_breaks_off_is_no_answer(end: str, message: str) -> None:
     async with gateway(stream("a", end=end)) as (url, _), AsyncRolloutClient(url) as client:
-        pieces = await client.generate(prompt="in", stream=True, timeout=2.0)
+        pieces = await client.generate(prompt="in", stream=True, timeout=LATE)
         assert await anext(pieces) == "a"
         with pytest.raises(Unavailable, match=message):
             await anext(pieces)
@@ -330,10 +378,10 @@ async def test_the_blocking_client_streams() -> None:
                 assert pieces.answer is not None
                 assert pieces.answer.version_end == 4
             with pytest.raises(WeightVersionNotReady):
-                client.generate(prompt="in", timeout=SHORT)
+                client.generate(prompt="in", timeout=PATIENCE)
         client.close()
 
-    async with gateway(stream("he", "llo"), not_ready()) as (url, _):
+    async with gateway(stream("he", "llo"), not_ready(100)) as (url, _):
         await asyncio.to_thread(use, url)
 
 

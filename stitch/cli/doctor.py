@@ -30,7 +30,7 @@ from stitch.core.lineage import Lineage, Version
 from stitch.core.pointers import stale_channels
 from stitch.log.follow import Follower
 from stitch.log.opening import open_log
-from stitch.log.port import EventLog, Stream
+from stitch.log.port import Copies, EventLog, Stream
 from stitch.log.views import Pointers, fleet_follower, lineage_follower, pointers_follower
 from stitch.store.opening import open_store
 from stitch.store.port import BlobStore
@@ -124,11 +124,11 @@ async def _examine_log(url: str, checks: list[Check]) -> Lineage | None:
         return None
     async with log:
         try:
-            await log.setup(create=False)
+            copies = await log.setup(create=False)
         except StitchError as error:
             checks.append(_failed("log settings", error))
             return None
-        checks.append(Check(name="log settings", state=State.OK, found=f"{log.url}: the four streams keep what they must"))
+        checks.append(_kept(log, copies))
         if url.startswith("sqlite://"):
             checks.append(_room("log disk", Path(url.removeprefix("sqlite://")).parent, LOG_ROOM))
         try:
@@ -149,6 +149,14 @@ async def _round_trip(log: EventLog) -> Check:
     if statistics.median(times) <= SLOW_LOG_MS:
         return Check(name="log latency", state=State.OK, found=found)
     return Check(name="log latency", state=State.NOTE, found=found, mend="bring the brokers nearer, or find out what they wait for")
+
+
+def _kept(log: EventLog, copies: Copies) -> Check:
+    found = f"{log.url}: the four streams keep what they must; {copies}"
+    if copies.acknowledged > 1 or log.embedded:
+        return Check(name="log settings", state=State.OK, found=found)
+    mend = "with three brokers or more, give each topic three replicas by kafka-reassign-partitions.sh, then min.insync.replicas=2"
+    return Check(name="log settings", state=State.NOTE, found=found, mend=mend)
 
 
 async def _examine_streams(log: EventLog, checks: list[Check]) -> Lineage | None:

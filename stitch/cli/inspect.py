@@ -250,18 +250,18 @@ def topics() -> None:
 @log_option()
 def create(log_url: str) -> None:
     """Make the streams that are missing, and check the settings of all."""
-    run(_setup(log_url, create=True))
-    click.echo("the log's streams stand")
+    click.echo(run(_setup(log_url, create=True)))
 
 
 @topics.command()
 @log_option()
 def check(log_url: str) -> None:
     """Check the streams; make nothing."""
-    run(_setup(log_url, create=False))
-    click.echo("the log's streams stand")
+    click.echo(run(_setup(log_url, create=False)))
 
 
-async def _setup(log_url: str, *, create: bool) -> None:
+async def _setup(log_url: str, *, create: bool) -> str:
+    """What stands, in words."""
     async with open_log(log_url) as log:
-        await log.setup(create=create)
+        copies = await log.setup(create=create)
+        return f"the log's streams stand: {log.url}, {copies}"

@@ -18,7 +18,7 @@ from typing import Final
 
 from stitch.core.errors import OutcomeUnknown, Unavailable
 from stitch.core.ids import Offset
-from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Bounds, Copies, Draft, EventLog, Reader, Record, Stream
 
 SLOW_S: Final = 0.05
 """Default delay of a slow append: longer than a round trip, short enough for thousands of them in a test."""
@@ -116,9 +116,9 @@ class FaultyLog(EventLog):
     def mend(self) -> None:
         self._is_cut = False
 
-    async def setup(self, *, create: bool) -> None:
+    async def setup(self, *, create: bool) -> Copies:
         self._check_reachable()
-        await self._inner.setup(create=create)
+        return await self._inner.setup(create=create)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         self._check_reachable()

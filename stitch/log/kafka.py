@@ -8,40 +8,35 @@ which Kafka would allow, are not read yet; `setup` refuses them.)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from operator import itemgetter
 from typing import Any, Final, Self, TypeVar
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
 from stitch.core.errors import InvalidRequest, LogDiverged, Unavailable
 from stitch.core.frozen import maker
 from stitch.core.ids import Offset
 from stitch.log.kafka_append import REFUSALS, Appender, describe
+from stitch.log.kafka_clients import Consumer
 from stitch.log.kafka_identity import topic_id
 from stitch.log.kafka_settings import KafkaSettings, parse_kafka_url
 from stitch.log.kafka_topics import set_up
 from stitch.log.keeping import APPEND_TIMEOUT_S, READ_TIMEOUT_S, check_draft
-from stitch.log.port import Bounds, Draft, EventLog, Headers, Reader, Record, Stream
+from stitch.log.port import Bounds, Copies, Draft, EventLog, Headers, Reader, Record, Stream
 from stitch.log.read import last_record
 
-FETCH_WAIT_MS: Final = 500
-"""How long a broker holds a fetch that finds nothing."""
 SILENCE_S: Final = 8.0
 """Without any answer to a fetch for this long, though the broker owes one every FETCH_WAIT_MS, the log counts as away."""
 SLICE_S: Final = 1.0
 """Of a poll, after which the position and the age of the last answer are looked at."""
-REQUEST_TIMEOUT_MS: Final = 10_000
 CONNECT_S: Final = 5.0
 """For a poll to connect anew, however short it is."""
 DEPOSED_S: Final = 10.0
 """For a leader that stood still to learn that it leads no more: until then it answers as if nothing had been written since."""
 DEPOSED_AGAIN_S: Final = 0.5
-STOP_TIMEOUT_S: Final = 5.0
-"""For a consumer to close its connections."""
 
 T = TypeVar("T")
 
@@ -50,7 +45,7 @@ class KafkaLog(EventLog):
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._appender = Appender(settings)
-        self._asker = _Consumer(settings)
+        self._asker = Consumer(settings)
         self._readers: set[_KafkaReader] = set()
         self._closed = False
 
@@ -63,9 +58,9 @@ class KafkaLog(EventLog):
     def url(self) -> str:
         return self._settings.url
 
-    async def setup(self, *, create: bool) -> None:
+    async def setup(self, *, create: bool) -> Copies:
         self._check_open()
-        await set_up(self._settings, create=create)
+        return await set_up(self._settings, create=create)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         check_draft(draft)
@@ -132,8 +127,7 @@ class KafkaLog(EventLog):
         self._check_open()
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                consumer, _ = await self._asker.started()
-                return await question(consumer)
+                return await self._asker.ask(question)
         except TimeoutError:
             self._asker.discard()
             raise Unavailable(f"{self.url}: no answer within {READ_TIMEOUT_S:g} s{self._settings.hint}") from None
@@ -148,77 +142,13 @@ def as_ours(settings: KafkaSettings, error: KafkaError | ConsumerStoppedError) -
     return Unavailable(f"{settings.url}: {describe(error)}{settings.hint}")
 
 
-class _Consumer:
-    """A consumer that is started when first needed, and again after it was discarded."""
-
-    def __init__(self, settings: KafkaSettings) -> None:
-        self._settings = settings
-        self._consumer: Any = None
-        self._starting = asyncio.Lock()
-        self._discarded: set[asyncio.Task[None]] = set()
-        self._closed = False
-
-    async def started(self, partition: TopicPartition | None = None, position: int = 0) -> tuple[Any, bool]:
-        """The consumer, and whether it is new; a new one is set to fetch the partition from `position`."""
-        async with self._starting:
-            fresh = self._consumer is None
-            if self._closed:
-                raise KafkaError("closed")
-            if fresh:
-                consumer = AIOKafkaConsumer(
-                    **self._settings.client_options(),
-                    group_id=None,
-                    enable_auto_commit=False,
-                    auto_offset_reset="none",
-                    isolation_level="read_uncommitted",
-                    fetch_max_wait_ms=FETCH_WAIT_MS,
-                    request_timeout_ms=REQUEST_TIMEOUT_MS,
-                )
-                try:
-                    await consumer.start()
-                    if partition is not None:
-                        consumer.assign([partition])
-                        consumer.seek(partition, position)
-                except BaseException:
-                    self._retire(consumer)
-                    raise
-                self._consumer = consumer
-            return self._consumer, fresh
-
-    def discard(self) -> None:
-        if self._consumer is not None:
-            self._retire(self._consumer)
-            self._consumer = None
-
-    async def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S), self._starting:
-                self.discard()
-        if self._discarded:
-            await asyncio.wait(self._discarded)
-
-    def _retire(self, consumer: Any) -> None:
-        task = asyncio.get_running_loop().create_task(_stop(consumer), name="stop a consumer of Kafka")
-        self._discarded.add(task)
-        task.add_done_callback(self._discarded.discard)
-
-
-async def _stop(consumer: Any) -> None:
-    try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await consumer.stop()
-    except TimeoutError:
-        await consumer._client.close()  # cuts the connections; what still waits for an answer ends with them
-
-
 class _KafkaReader(Reader):
     def __init__(self, log: KafkaLog, stream: Stream, start: Offset) -> None:
         self._log = log
         self._stream = stream
         self._partition = log._partition(stream)
         self._position: int = start
-        self._consumer = _Consumer(log._settings)
+        self._consumer = Consumer(log._settings)
         self._polling = False
         self._closed = False
         self._answered_at = 0.0

@@ -32,13 +32,10 @@ from aiokafka.errors import (
 )
 
 from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
+from stitch.log.kafka_clients import REQUEST_TIMEOUT_MS, STOP_TIMEOUT_S, Connecting
 from stitch.log.kafka_settings import KafkaSettings
 from stitch.log.port import Draft
 
-REQUEST_TIMEOUT_MS: Final = 10_000
-"""For one request to a broker. aiokafka then reconnects and sends again, so it is well below the time-out of an append."""
-STOP_TIMEOUT_S: Final = 5.0
-"""For a discarded producer to deliver what others still wait for."""
 FORCED_STOP_S: Final = 1.0
 """For its tasks to end once its connections were cut."""
 MAX_REQUEST_BYTES: Final = 1_048_576
@@ -73,6 +70,7 @@ class Appender:
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._producer: Any = None
+        self._connecting: Connecting | None = None
         self._starting = asyncio.Lock()
         self._discarded: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -146,22 +144,23 @@ class Appender:
                     request_timeout_ms=REQUEST_TIMEOUT_MS,
                     max_request_size=MAX_REQUEST_BYTES,
                 )
+                connecting = Connecting(producer.client)
                 try:
                     await producer.start()
                 except BaseException:
-                    self._retire(producer)
+                    self._retire(producer, connecting)
                     raise
-                self._producer = producer
+                self._producer, self._connecting = producer, connecting
             return self._producer
 
     def _discard(self, producer: Any) -> None:
         """No more appends go to it; those that it holds have a moment to be delivered."""
-        if producer is not None and producer is self._producer:
-            self._producer = None
-            self._retire(producer)
+        if self._connecting is not None and producer is self._producer:
+            self._retire(producer, self._connecting)
+            self._producer = self._connecting = None
 
-    def _retire(self, producer: Any) -> None:
-        task = asyncio.get_running_loop().create_task(_stop(producer), name="stop a producer of Kafka")
+    def _retire(self, producer: Any, connecting: Connecting) -> None:
+        task = asyncio.get_running_loop().create_task(_stop(producer, connecting), name="stop a producer of Kafka")
         self._discarded.add(task)
         task.add_done_callback(self._discarded.discard)
 
@@ -173,8 +172,8 @@ def _tries(producer: Any, topic: str) -> Callable[[], int]:
     return lambda: 2 if batch is None else batch.retry_count  # not found: as if it had been sent before
 
 
-async def _stop(producer: Any) -> None:
-    """Ends a producer within STOP_TIMEOUT_S + 2 FORCED_STOP_S, whatever the brokers do.
+async def _stop(producer: Any, connecting: Connecting) -> None:
+    """Ends a producer within STOP_TIMEOUT_S + CONNECTING_S + 2 FORCED_STOP_S, whatever the brokers do.
 
     The producer's own `stop` waits for deliveries without a bound and leaves a task behind where it is cut short, so its steps
     are taken here. Appends that were not delivered run into their own time-outs.
@@ -186,6 +185,7 @@ async def _stop(producer: Any) -> None:
     await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+    await connecting.close()
     await producer.client.close()  # cuts the request under way, for which a cancelled sender waits
     _, stuck = await asyncio.wait(tasks, timeout=FORCED_STOP_S)
     for task in stuck:

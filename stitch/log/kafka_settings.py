@@ -49,7 +49,7 @@ class KafkaSettings:
     """host:port of the bootstrap brokers."""
     namespace: str = DEFAULT_NAMESPACE
     replication: int | None = None
-    """Replicas of topics to be made; None: three where there are three brokers, else one."""
+    """Replicas of topics to be made; None: what the brokers' own default says, and three where that is one and there are three."""
     security: Mapping[str, str] | None = field(default=None, repr=False)
     """The options of security, as URL and environment give them. May hold a password."""
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import InvalidReplicationFactorError, KafkaError, TopicAlreadyExistsError, for_code
 
 from stitch.core.errors import InvalidRequest, Unavailable
 from stitch.log.kafka_append import REFUSALS, describe
+from stitch.log.kafka_clients import REQUEST_TIMEOUT_MS, Connecting
 from stitch.log.kafka_settings import KafkaSettings
 from stitch.log.keeping import COMPACTED, RETENTION_MS
-from stitch.log.port import Stream
+from stitch.log.port import Copies, Stream
 
 SETUP_TIMEOUT_S: Final = 30.0
 """For four topics to be made and described; seconds on a healthy cluster."""
-REQUEST_TIMEOUT_MS: Final = 10_000
 SETTLE_S: Final = 0.1
 """Between two looks for topics that were just made, until the brokers know them."""
 REPLICATED: Final = 3
-"""From so many replicas on, one may be lost while appends go on; fewer cannot both replicate and do without one."""
+"""From so many replicas on, one may be lost while appends go on. Taken where nobody says how many and there are so many brokers."""
 
 FOR_EVER: Final = "-1"
 
@@ -60,7 +60,7 @@ def required(stream: Stream, replication: int) -> dict[str, str]:
     return settings
 
 
-async def set_up(settings: KafkaSettings, *, create: bool) -> None:
+async def set_up(settings: KafkaSettings, *, create: bool) -> Copies:
     """Makes missing topics where `create`, then checks all. Raises InvalidRequest or Unavailable."""
     try:
         async with asyncio.timeout(SETUP_TIMEOUT_S), _admin(settings) as admin:
@@ -70,6 +70,7 @@ async def set_up(settings: KafkaSettings, *, create: bool) -> None:
                 await _create(admin, settings, missing)
                 topics = await _described_all(admin, settings)
             _check(settings, topics)
+            return min((_copies(topic) for topic in topics.values()), key=lambda copies: (copies.kept, copies.acknowledged))
     except TimeoutError:
         raise Unavailable(f"{settings.url}: no answer within {SETUP_TIMEOUT_S:g} s{settings.hint}") from None
     except REFUSALS as error:
@@ -78,27 +79,66 @@ async def set_up(settings: KafkaSettings, *, create: bool) -> None:
         raise Unavailable(f"{settings.url}: {describe(error)}{settings.hint}") from error
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def _admin(settings: KafkaSettings) -> AsyncIterator[Any]:
     admin = AIOKafkaAdminClient(**settings.client_options(), request_timeout_ms=REQUEST_TIMEOUT_MS)
+    connecting = Connecting(admin._client)
     try:
         await admin.start()
         yield admin
     finally:
+        await connecting.close()
         await admin.close()
 
 
 async def _create(admin: Any, settings: KafkaSettings, streams: list[Stream]) -> None:
-    replication = settings.replication
-    if replication is None:
-        brokers = (await admin.describe_cluster())["brokers"]
-        replication = REPLICATED if len(brokers) >= REPLICATED else 1
+    replication = settings.replication or await _default_replication(admin)
+    if settings.replication is None and replication == 1:  # Kafka's own default, so hardly anybody's choice
+        with contextlib.suppress(InvalidReplicationFactorError):
+            return await _make(admin, settings, streams, REPLICATED)
+        if (brokers := len(await _brokers(admin))) > 1:
+            raise InvalidRequest(
+                f"log: {settings.url} has {brokers} brokers up, so say how many copies to keep of each record: add "
+                f"?replication={REPLICATED} once {REPLICATED} are up, or ?replication=1 where a lost disk may lose the log",
+                field="log",
+            )
+    try:
+        return await _make(admin, settings, streams, replication)
+    except InvalidReplicationFactorError as error:
+        raise InvalidRequest(f"log: {settings.url} cannot keep {replication} copies: {error}", field="log") from error
+
+
+async def _make(admin: Any, settings: KafkaSettings, streams: list[Stream], replication: int) -> None:
+    """Raises InvalidReplicationFactorError, which makes none of them, and InvalidRequest."""
     topics = [NewTopic(settings.topic(stream), 1, replication, topic_configs=wanted(stream, replication)) for stream in streams]
     response = await admin.create_topics(topics)
     for topic, code, *text in response.topic_errors:
         error = for_code(code)
+        if error is InvalidReplicationFactorError:
+            raise error(*text)
         if code and error is not TopicAlreadyExistsError:  # another process may be making it too
             raise InvalidRequest(f"log: {settings.url}: cannot make topic {topic}: {error.__name__} {text}", field="log")
+
+
+async def _brokers(admin: Any) -> list[int]:
+    return [broker["node_id"] for broker in (await admin.describe_cluster())["brokers"]]
+
+
+async def _default_replication(admin: Any) -> int:
+    """What the brokers give topics for which nobody says it; 1, Kafka's own default, where that may not be asked."""
+    for broker in await _brokers(admin):
+        try:
+            (response,) = await admin.describe_configs([ConfigResource(ConfigResourceType.BROKER, str(broker))])
+        except KafkaError:  # it went away a moment ago
+            continue
+        for code, _, _, _, entries in response.resources:
+            if code == 0:
+                return next((int(entry[1]) for entry in entries if entry[0] == "default.replication.factor"), 1)
+    return 1
+
+
+def _copies(topic: _Topic) -> Copies:
+    return Copies(topic.replication, int(topic.settings["min.insync.replicas"]))
 
 
 async def _described_all(admin: Any, settings: KafkaSettings) -> dict[Stream, _Topic]:

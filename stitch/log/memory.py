@@ -16,7 +16,7 @@ from stitch.core.errors import LogDiverged, Unavailable
 from stitch.core.ids import Offset
 from stitch.log.bell import Bell
 from stitch.log.keeping import COMPACTED, RETENTION_MS, check_draft
-from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Bounds, Copies, Draft, EventLog, Reader, Record, Stream
 
 COMPACT_SLACK: Final = 64
 """Superseded pointers that may lie about before a compaction runs by itself."""
@@ -115,8 +115,9 @@ class MemoryLog(EventLog):
     def embedded(self) -> bool:
         return True
 
-    async def setup(self, *, create: bool) -> None:
+    async def setup(self, *, create: bool) -> Copies:
         self._check_open()
+        return Copies(1, 1)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         check_draft(draft)

@@ -67,6 +67,19 @@ class Bounds:
     end: Offset
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How many copies of each record a log keeps, and how many of them have it before an append returns."""
+
+    kept: int
+    acknowledged: int
+
+    def __str__(self) -> str:
+        if self.kept == 1:
+            return "one copy of each record: a lost disk loses the log"
+        return f"{self.kept} copies of each record, {self.acknowledged} of them before an append counts"
+
+
 class Reader(ABC):
     """Follows one stream. Not safe for concurrent use; cheap to discard and reopen at `position`."""
 
@@ -120,8 +133,8 @@ class EventLog(ABC):
         return False
 
     @abstractmethod
-    async def setup(self, *, create: bool) -> None:
-        """Checks the streams and, with `create`, makes those that are missing.
+    async def setup(self, *, create: bool) -> Copies:
+        """Checks the streams and, with `create`, makes those that are missing. Returns the copies of the worst kept one.
 
         Raises InvalidRequest where a stream is missing or has settings that would lose records, naming the command that mends it.
         """

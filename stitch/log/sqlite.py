@@ -21,7 +21,7 @@ from stitch.core.ids import Offset
 from stitch.log.bell import Bell
 from stitch.log.keeping import APPEND_TIMEOUT_S, READ_TIMEOUT_S, check_draft
 from stitch.log.memory import now_ms
-from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Bounds, Copies, Draft, EventLog, Reader, Record, Stream
 from stitch.log.sqlite_file import LogFile, prepare
 from stitch.log.sqlite_threads import Appender, Asker, Home
 
@@ -44,9 +44,10 @@ class SqliteLog(EventLog):
     def embedded(self) -> bool:
         return True
 
-    async def setup(self, *, create: bool) -> None:
+    async def setup(self, *, create: bool) -> Copies:
         self._check_open()
         await asyncio.to_thread(prepare, self._home.path, self.url, create=create)
+        return Copies(1, 1)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         check_draft(draft)

@@ -218,6 +218,9 @@ async def test_kafka_and_s3(kafka_log_url: str, s3_store_url: str, kafka_url: st
         await log.setup(create=True)
         checks = await examine(kafka_log_url, s3_store_url)
         assert _wrong(checks) == {}
+        settings = next(check for check in checks if check.name == "log settings")
+        assert settings.state is State.NOTE
+        assert "one copy of each record" in settings.found  # it has one broker
         assert {"store creates", "store checksums", "store reads", "store speed"} <= {check.name for check in checks}
 
     topic = f"{kafka_log_url.rpartition('/')[2]}.{Stream.PUBLICATIONS}"

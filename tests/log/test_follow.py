@@ -18,7 +18,7 @@ from stitch.log import follow
 from stitch.log.events import append, draft
 from stitch.log.follow import Follower
 from stitch.log.memory import MemoryLog
-from stitch.log.port import Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Copies, Draft, EventLog, Reader, Record, Stream
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.unit
@@ -66,8 +66,8 @@ class _Rig(EventLog):
         if self.down:
             raise Unavailable("log: down for the test")
 
-    async def setup(self, *, create: bool) -> None:
-        await self.inner.setup(create=create)
+    async def setup(self, *, create: bool) -> Copies:
+        return await self.inner.setup(create=create)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         await self.inner.append(stream, draft, timeout=timeout)

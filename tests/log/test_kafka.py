@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.conn import AIOKafkaConnection
 
 from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
 from stitch.core.ids import Offset
@@ -216,3 +219,66 @@ async def test_a_paused_broker_is_survived(log: KafkaLog, kafka_server: Kafka) -
         while len(followed) < len(there) - 1:
             followed += [int(record.value) for record in await reader.poll(1.0)]
     assert followed == there[1:]
+
+
+# --- connections -----------------------------------------------------------------------------------------------------------------
+
+
+def connected() -> list[AIOKafkaConnection]:
+    return [found for found in gc.get_objects() if isinstance(found, AIOKafkaConnection) and found.connected()]
+
+
+async def test_a_question_under_way_is_answered_although_another_gave_the_client_up(log: KafkaLog) -> None:
+    await log.setup(create=True)
+    put, go_on = asyncio.Event(), asyncio.Event()
+
+    async def question(consumer: AIOKafkaConsumer) -> int:
+        put.set()
+        await go_on.wait()
+        partition = log._partition(Stream.PUBLICATIONS)
+        end: int = (await consumer.end_offsets([partition]))[partition]
+        return end
+
+    asking = asyncio.create_task(log._asker.ask(question))
+    await put.wait()
+    log._asker.discard()
+    await log.append(Stream.PUBLICATIONS, draft(0))
+    assert (await log.bounds(Stream.PUBLICATIONS)).end == 1
+    go_on.set()
+    assert await asking == 1
+    await log.aclose()
+    assert connected() == []
+
+
+async def test_a_question_under_way_ends_with_the_log(log: KafkaLog) -> None:
+    await log.setup(create=True)
+    put = asyncio.Event()
+
+    async def question(consumer: AIOKafkaConsumer) -> None:
+        put.set()
+        await asyncio.Event().wait()
+
+    asking = asyncio.create_task(log._ask(question))
+    await put.wait()
+    await log.aclose()
+    with pytest.raises(Unavailable, match="closed"):
+        await asking
+    assert connected() == []
+
+
+@pytest.mark.parametrize("what", ["bounds", "reader", "append", "setup"])
+async def test_what_is_cancelled_at_any_moment_leaves_no_connection_open(log: KafkaLog, kafka_log_url: str, what: str) -> None:
+    await log.setup(create=True)
+    await log.aclose()
+    for moment in range(30):
+        async with KafkaLog.of_url(kafka_log_url) as one:
+            calls = {
+                "bounds": lambda log: log.bounds(Stream.PUBLICATIONS),
+                "reader": lambda log: log.reader(Stream.PUBLICATIONS, Offset(0)),
+                "append": lambda log: log.append(Stream.PUBLICATIONS, draft(0)),
+                "setup": lambda log: log.setup(create=False),
+            }
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(moment / 1000):
+                    await calls[what](one)
+        assert connected() == []

@@ -12,11 +12,11 @@ import pytest
 
 from stitch.core.errors import InvalidRequest, Unavailable
 from stitch.core.ids import Offset
-from stitch.log import kafka, kafka_append
+from stitch.log import kafka, kafka_clients, kafka_topics
 from stitch.log.events import append
 from stitch.log.follow import Follower
 from stitch.log.kafka import KafkaLog
-from stitch.log.port import Bounds, Stream
+from stitch.log.port import Bounds, Copies, Stream
 from tests.support.examples import examples
 from tests.support.kafka import fresh_namespace
 from tests.support.kafka_cluster import KafkaCluster
@@ -41,17 +41,7 @@ def cluster(kafka_cluster: KafkaCluster, caplog: pytest.LogCaptureFixture) -> Ka
 @pytest.fixture
 async def log(cluster: KafkaCluster) -> AsyncIterator[KafkaLog]:
     async with KafkaLog.of_url(f"{fresh_namespace(cluster.servers)}?replication={len(cluster.brokers)}") as log:
-
-        async def made() -> bool:
-            try:
-                await log.setup(create=True)
-            except InvalidRequest as error:
-                if "InvalidReplicationFactor" not in str(error):
-                    raise
-                return False  # a broker that stood still is not counted for a moment
-            return True
-
-        await eventually(made, "there are topics on all brokers", timeout=PATIENCE_S)
+        await log.setup(create=True)
         await cluster.in_sync(topic(log))
         yield log
 
@@ -111,7 +101,7 @@ async def test_too_few_replicas_acknowledge_nothing_and_a_whole_restart_loses_no
 
 
 async def test_a_leader_that_stood_still_longer_than_every_time_out(cluster: KafkaCluster, log: KafkaLog) -> None:
-    pause_s = max(kafka.SILENCE_S, kafka.REQUEST_TIMEOUT_MS / 1000, kafka_append.REQUEST_TIMEOUT_MS / 1000) + 1.0
+    pause_s = max(kafka.SILENCE_S, kafka_clients.REQUEST_TIMEOUT_MS / 1000) + 1.0
     ledger = Ledger(log)
     loop = asyncio.get_running_loop()
     async with reading_along(log) as seen:
@@ -225,3 +215,46 @@ async def test_a_broker_that_is_not_the_leader_is_asked_for_a_bounded_time(
             assert time.monotonic() - started < PATIENCE_S / 2
             assert len(await reader.poll(PATIENCE_S)) == 1
             assert reader._consumer._consumer is not stuck
+
+
+# --- how many copies -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "copies"), [("", Copies(2, 1)), ("?replication=3", Copies(3, 2)), ("?replication=1", Copies(1, 1))]
+)
+async def test_topics_get_the_copies_that_are_asked_for_else_what_the_brokers_take_themselves(
+    cluster: KafkaCluster, asked: str, copies: Copies
+) -> None:
+    async with KafkaLog.of_url(f"{fresh_namespace(cluster.servers)}{asked}") as log:
+        assert await log.setup(create=True) == copies
+        assert await log.setup(create=False) == copies
+
+
+async def test_a_broker_that_is_down_does_not_cost_copies_for_ever(cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the brokers' own default is Kafka's, one: it counts who belongs to the cluster, not who is up."""
+    monkeypatch.setattr(kafka_topics, "_default_replication", _one)
+    cluster.kill(cluster.brokers[0])
+
+    async def two_count() -> bool:
+        return await cluster.counted() == 2
+
+    await eventually(two_count, "the dead one counts no more", timeout=PATIENCE_S)
+    async with KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
+        assert await log.setup(create=True) == Copies(3, 2)
+        await append(log, examples()["run_claimed"], source="test")
+
+
+async def test_who_cannot_know_how_many_copies_are_meant_asks(cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_topics, "_default_replication", _one)
+    monkeypatch.setattr(kafka_topics, "REPLICATED", 4)
+    async with KafkaLog.of_url(fresh_namespace(cluster.servers)) as log:
+        with pytest.raises(InvalidRequest, match=r"3 brokers up.*\?replication=4 once 4 are up, or \?replication=1"):
+            await log.setup(create=True)
+    async with KafkaLog.of_url(f"{fresh_namespace(cluster.servers)}?replication=4") as log:
+        with pytest.raises(InvalidRequest, match="cannot keep 4 copies"):
+            await log.setup(create=True)
+
+
+async def _one(admin: object) -> int:
+    return 1

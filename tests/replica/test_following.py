@@ -14,7 +14,7 @@ from stitch.core.ids import ChannelName, Offset, WriterId
 from stitch.engines.reference.model import ModelConfig, init, to_bf16
 from stitch.log.faulty import FaultyLog
 from stitch.log.opening import open_log
-from stitch.log.port import Bounds, Draft, EventLog, Reader, Record, Stream
+from stitch.log.port import Bounds, Copies, Draft, EventLog, Reader, Record, Stream
 from stitch.operators.ledger import open_ledger
 from stitch.operators.steering import move_channel
 from stitch.replica.config import Mode
@@ -35,8 +35,8 @@ class DeafLog(EventLog):
     def url(self) -> str:
         return self._inner.url
 
-    async def setup(self, *, create: bool) -> None:
-        await self._inner.setup(create=create)
+    async def setup(self, *, create: bool) -> Copies:
+        return await self._inner.setup(create=create)
 
     async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
         await self._inner.append(stream, draft, timeout=timeout)

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Final
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResourceType
+from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import AlterConfigsRequest
 
 from tests.support import provision
@@ -51,6 +53,7 @@ listener.name.secure.ssl.keystore.type=PEM
 listener.name.secure.ssl.keystore.location={keystore}
 log.dirs={data}
 auto.create.topics.enable=false
+default.replication.factor=2
 broker.session.timeout.ms=4000
 broker.heartbeat.interval.ms=500
 replica.lag.time.max.ms=4000
@@ -136,13 +139,30 @@ class KafkaCluster:
             broker.running.resume()
 
     def heal(self) -> None:
-        """Everything runs and the wire is whole."""
+        """Everything runs, the wire is whole, and no broker is left out where topics are made."""
         self.wire.mend()
         for broker in self.brokers:
             if broker.running is not None:
                 broker.running.resume()
         self.launch(*(broker for broker in self.brokers if broker.running is None))
         self.wait()
+        with ThreadPoolExecutor(1) as pool:  # whoever calls may be within an event loop
+            provision.wait_until(
+                lambda: pool.submit(asyncio.run, self.counted()).result() == len(self.brokers),
+                "every broker counts again",
+                timeout=START_TIMEOUT_S,
+            )
+
+    async def counted(self) -> int:
+        """How many brokers count, which one that stood still does after its next heartbeat; 0 where one that is down was asked."""
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.servers.split(","))
+        await admin.start()
+        try:
+            return len((await admin.describe_cluster())["brokers"])
+        except KafkaError:
+            return 0
+        finally:
+            await admin.close()
 
     async def leader(self, topic: str) -> Broker:
         """Of the topic's one partition."""

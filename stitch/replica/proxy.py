@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 ABORT_SECONDS: Final = 2.0
 """How long an answer waits for an abort; an engine that takes longer is for the watchdog to judge."""
+FAREWELL_SECONDS: Final = 1.0
+"""For a client to take the last event of a stream that is given up, before its connection is cut."""
 READ_SECONDS: Final = 10.0
 """For a read-only route: answered from memory."""
 CLIENT_GONE: Final = 499
@@ -240,8 +242,9 @@ class Proxy:
         if not call.streaming:
             return refusal
         log.warning("request %s: %s", call.asked.request_id, message)
-        with suppress(OSError):
-            await send({"type": "http.response.body", "body": event(refusal.body), "more_body": True})
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):  # a client that does not read holds up no activation
+                await send({"type": "http.response.body", "body": event(refusal.body), "more_body": True})
         raise AnswerCut(message)
 
     async def _end_in_engine(self, call: Call) -> None:

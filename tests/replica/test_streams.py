@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from stitch.engines.port import RouteKind
+from stitch.http.server import Message, Receive, Scope, Send
 from stitch.http.sse import SseParser
-from tests.replica.world import Running, World, misbehaving, ref
+from stitch.replica.proxy import Proxy
+from tests.replica.world import STEP_SECONDS, Running, World, misbehaving, ref
 
 pytestmark = pytest.mark.integration
 
@@ -93,6 +97,34 @@ async def test_a_value_that_the_engine_refuses_is_a_400_in_a_stream_too(world: W
     status, answer, _ = await replica.post("/generate", body)
     assert status == 400
     assert "top_p" in answer["error"]["message"]
+
+
+async def test_a_client_that_reads_no_more_does_not_hold_up_a_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its window is shut, sending to it waits without an end."""
+    shut = asyncio.Event()
+    generate = Proxy.generate
+
+    async def to_one_that_reads_once(proxy: Proxy, kind: RouteKind, scope: Scope, receive: Receive, send: Send) -> None:
+        async def stuck(message: Message) -> None:
+            if shut.is_set():
+                await asyncio.Event().wait()
+            if message["type"] == "http.response.body":
+                shut.set()
+            await send(message)
+
+        await generate(proxy, kind, scope, receive, stuck)
+
+    replica = await world.replica(drain_seconds=0.5)
+    async with world.trainer() as trainer:
+        await replica.serves(ref(0))
+        monkeypatch.setattr(Proxy, "generate", to_one_that_reads_once)
+        pinned = {"weight_version": {"run": "r1", "exact_version": 0}, "stream": True}
+        async with world.http.post(replica.url + "/generate", json={**FORMS["/generate"], **pinned}) as response:
+            await response.content.readany()
+            await asyncio.wait_for(shut.wait(), STEP_SECONDS)
+            await replica.serves(await trainer.publish())
+            with pytest.raises(aiohttp.ClientError):  # nor is it told that this was all
+                await response.read()
 
 
 async def test_an_engine_that_dies_midway_ends_the_stream_with_an_error(world: World) -> None:

@@ -124,7 +124,8 @@ class S3Store(BlobStore):
         """False where there is no object; VersionConflict where there is another."""
         try:
             head = self._calls.call("head_object", Key=name)
-            size, digest = int(head["ContentLength"]), head["Metadata"].get(DIGEST_METADATA, "")
+            told = {name.lower(): value for name, value in head["Metadata"].items()}  # some proxies write them Like-This
+            size, digest = int(head["ContentLength"]), told.get(DIGEST_METADATA, "")
             if size == wanted.size and not _DIGEST.match(digest):  # written by another tool
                 digest, size = digest_chunks(self._stream(name, wanted.key, 0, limit=None))
         except KeyError:

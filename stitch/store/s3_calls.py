@@ -7,8 +7,10 @@ know that the call was repeated. Every call that the store makes may be repeated
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from stitch.core.errors import InvalidRequest, StitchError, Unavailable
@@ -26,16 +28,19 @@ try:
         PartialCredentialsError,
     )
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 except ModuleNotFoundError as missing:
     raise InvalidRequest("store: s3:// needs boto3; install stitch-rl[s3]", field="store") from missing
 
-CONNECT_TIMEOUT_S: Final = 5.0
-"""A TCP handshake takes less across the world; what does not answer by then is down."""
+CONNECT_TIMEOUT_S: Final = 20.0
+"""For a connection, and for a server that stops taking a body on a fresh one: urllib3 knows but one time-out for both."""
 READ_TIMEOUT_S: Final = 60.0
 """Between two pieces of an answer; completing a large multipart upload is the slowest."""
 TRIES: Final = 5
 GIVE_UP_S: Final = 15.0
 """No further try after this long: who called has a deadline and retries of its own, and wants to report progress."""
+BODY_TRIES: Final = 3
+"""Of a call that carries a body, at the least: on a slow link one try of a part lasts longer than all tries of another call."""
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
 MAX_CONNECTIONS: Final = 32
@@ -58,6 +63,8 @@ _TRANSIENT: Final = frozenset(
         "IncompleteBody",
     }
 )
+_UNKNOWN: Final = frozenset({"NotImplemented"})
+_NOT_IMPLEMENTED: Final = 501
 _CREDENTIALS: Final = frozenset(
     {
         "AccessDenied",
@@ -106,9 +113,17 @@ class S3Calls:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        session = boto3.session.Session()
-        where = region or session.region_name or ("us-east-1" if endpoint else None)
-        self._client = session.client("s3", endpoint_url=endpoint, region_name=where, config=config)
+        self._make = partial(self._made, config, endpoint, region)
+        self._client = self._make()
+        self._making = threading.Lock()
+
+    def _made(self, config: Config, endpoint: str | None, region: str | None) -> Any:
+        try:
+            session = boto3.session.Session()
+            where = region or session.region_name or ("us-east-1" if endpoint else None)
+            return session.client("s3", endpoint_url=endpoint, region_name=where, config=config)
+        except (BotoCoreError, ValueError) as error:  # a profile that is none, half a key, an endpoint that is no URL
+            raise InvalidRequest(f"store: {self._url} cannot be opened as it is configured: {error}", field="store") from error
 
     def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """The answer. KeyError where there is no such object; Refusal, InvalidRequest or Unavailable otherwise."""
@@ -120,12 +135,17 @@ class S3Calls:
 
     def _call(self, operation: str, arguments: dict[str, Any], tries: int) -> dict[str, Any]:
         began = time.monotonic()
+        least = BODY_TRIES if "Body" in arguments else 1
         for attempt in range(1, tries + 1):
+            client = self._client
             try:
-                answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
+                answer: dict[str, Any] = getattr(client, operation)(Bucket=self._bucket, **arguments)
             except (BotoCoreError, ClientError, ResponseParserError) as error:
+                if isinstance(error, NoCredentialsError):
+                    self._look_for_credentials(client)
                 reason = self._translated(error, operation, str(arguments.get("Key", "")))
-                if not isinstance(reason, Unavailable) or attempt == tries or time.monotonic() - began > GIVE_UP_S:
+                late = attempt >= least and time.monotonic() - began > GIVE_UP_S
+                if not isinstance(reason, Unavailable) or attempt == tries or late:
                     raise reason from error
             else:
                 return answer
@@ -136,11 +156,17 @@ class S3Calls:
         """The chunks of an answer's body; Unavailable where it is cut short."""
         try:
             yield from body.iter_chunks(CHUNK_BYTES)
-        except (BotoCoreError, ClientError) as error:
+        except (BotoCoreError, ClientError, HTTPError, OSError) as error:  # botocore leaves urllib3's TLS errors as they are
             raise self._unavailable("reading", error) from error
 
     def close(self) -> None:
         self._client.close()
+
+    def _look_for_credentials(self, client: Any) -> None:
+        """A client looks for credentials when it is made, and never again: where they came later, the next call has them."""
+        with self._making:
+            if client is self._client:
+                self._client = self._make()
 
     def _translated(self, error: Exception, operation: str, name: str) -> StitchError | KeyError:
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
@@ -151,6 +177,12 @@ class S3Calls:
             return self._unavailable(operation, error)
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if code in _UNKNOWN or status == _NOT_IMPLEMENTED:
+            said = error.response.get("Error", {}).get("Message") or code or status
+            return Refusal(
+                f"store: {self._url} does not know what {operation} needs ({said}); `stitch doctor` says what a store must do",
+                code=code or str(status),
+            )
         if code in _TRANSIENT or status >= 500 or status == 429:
             return Unavailable(f"store {self._url} cannot serve {operation} now: {code or status}")
         if code in _ABSENT:

@@ -102,6 +102,10 @@ class Blobs:
         self._ahead.pop((prefix, file.source), None)
         if got is None:
             got = await self._call(attempt, partial(self._put, prefix, file.source))
+        if file.changed():
+            raise CorruptObject(
+                f"{file.source} was changed while it was published; nothing was. Publish a directory that nobody writes to any more"
+            )
         return StoredFile(path=file.path, key=got.key, size=got.size, blake3=got.blake3)
 
     def _put(self, prefix: str, source: Path) -> Receipt:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
 from stitch.core.errors import InvalidRequest
 from stitch.core.ids import Digest
@@ -48,12 +48,32 @@ Old = Callable[[TensorSpec], HostTensor | None]
 """The bytes of a tensor of the base, where they are at hand; asked for from many threads."""
 
 
+class FileState(NamedTuple):
+    """By what a file that was written again differs from what it was."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        found = path.stat()
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFile:
     """A file to upload: `path` is its place in the checkpoint, `source` where it lies now."""
 
     path: str
     source: Path
+    seen: FileState | None = None
+    """How a file that others may write to was before its tensors were read: it is read once more when it is uploaded."""
+
+    def changed(self) -> bool:
+        """Whether it is another file by now, as far as that shows from outside."""
+        return self.seen is not None and self.seen != FileState.of(self.source)
 
 
 def _ignore(_: object) -> None:
@@ -110,9 +130,10 @@ def encode_full(weights: Weights, scratch: Path, *, max_shard_bytes: int | None 
     """
     found: list[TensorSpec] = []
     if isinstance(weights, Path):
+        files = weight_files(weights)
         for _, spec in _worked(weights, spec_of, hooks):
             found.append(spec)
-        return _encoded(Kind.FULL, Codec.SAFETENSORS, weight_files(weights), carried(weights), found, complete=True)
+        return _encoded(Kind.FULL, Codec.SAFETENSORS, files, carried(weights), found, complete=True)
     with _Shards(scratch, SHARD_BYTES if max_shard_bytes is None else max_shard_bytes, hooks.emit) as shards:
         for tensor, spec in _worked(weights, spec_of, hooks):
             shards.write(tensor)
@@ -211,9 +232,10 @@ def carried(weights: Weights) -> tuple[LocalFile, ...]:
 
 
 def weight_files(directory: Path) -> tuple[LocalFile, ...]:
-    """The files of weights of a checkpoint directory. Raises CorruptObject, InvalidRequest."""
+    """The files of weights of a checkpoint directory, as they are now. Raises CorruptObject, InvalidRequest."""
     with open_checkpoint(directory) as checkpoint:
-        return tuple(LocalFile(path=name, source=directory / name) for name in checkpoint.weights)
+        sources = {name: directory / name for name in checkpoint.weights}
+        return tuple(LocalFile(path=name, source=path, seen=FileState.of(path)) for name, path in sources.items())
 
 
 def weight_paths(kind: Kind, count: int) -> tuple[str, ...]:

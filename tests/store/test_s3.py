@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 import boto3
 import pytest
+import urllib3
 from botocore.exceptions import ClientError, ConnectionClosedError
 
 from stitch.core.errors import CorruptObject, InvalidRequest, Unavailable, VersionConflict
@@ -221,6 +223,107 @@ def test_no_credentials_are_refused(s3_url: str, monkeypatch: pytest.MonkeyPatch
         store.put("k", b"x")
 
 
+@ours
+def test_credentials_that_come_late_are_found(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a role or a mounted secret is not there yet when a replica starts."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    known = {name: os.environ[name] for name in names}
+    for name in names:
+        monkeypatch.delenv(name)
+    with S3Store(parse_s3(s3_url)) as store:
+        with pytest.raises(InvalidRequest, match="credentials"):
+            store.stat("k")
+        for name, value in known.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InvalidRequest, match="credentials"):  # this call looks for them
+            store.stat("k")
+        assert store.stat("k") is None
+
+
+@pytest.mark.usefixtures("s3_environment")
+@pytest.mark.parametrize(
+    ("environment", "endpoint", "said"),
+    [
+        ({"AWS_PROFILE": "nope"}, "http://127.0.0.1:1", "nope"),
+        ({"AWS_SECRET_ACCESS_KEY": None}, "http://127.0.0.1:1", "AWS_SECRET_ACCESS_KEY"),
+        ({}, "http://my_minio:9000", "my_minio"),
+    ],
+)
+def test_a_store_that_is_configured_wrongly_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str | None], endpoint: str, said: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        S3Store(parse_s3(f"s3://{BUCKET}/p?endpoint={endpoint}&region={REGION}"))
+    assert refused.value.field == "store"
+
+
+def test_what_a_server_does_not_know_is_refused_at_once(store: S3Store, spy: Spy) -> None:
+    """For a publisher would wait half an hour for an outage to end that is none."""
+
+    def unknown(real: Callable[..., Any], **arguments: Any) -> Any:
+        said = {"Code": "NotImplemented", "Message": "A header you provided implies functionality that is not implemented"}
+        raise ClientError({"Error": said, "ResponseMetadata": {"HTTPStatusCode": 501}}, "PutObject")
+
+    spy.instead["put_object"] = unknown
+    with pytest.raises(InvalidRequest, match=r"A header you provided.*stitch doctor"):
+        store.put("k", b"x")
+    assert spy.made == ["put_object"]
+
+
+@pytest.mark.parametrize("error", [urllib3.exceptions.SSLError("bad record mac"), ssl.SSLError("bad record mac")])
+def test_a_body_that_breaks_in_any_way_is_continued(store: S3Store, spy: Spy, error: Exception) -> None:
+    """Bytes mangled on the way are an error of TLS, which botocore does not translate."""
+
+    class Breaks:
+        def __init__(self, body: Any) -> None:
+            self._body = body
+
+        def iter_chunks(self, size: int) -> Iterator[bytes]:
+            yield next(self._body.iter_chunks(10))
+            raise error
+
+        def close(self) -> None:
+            self._body.close()
+
+    def broken(real: Callable[..., Any], **arguments: Any) -> Any:
+        answer = real(**arguments)
+        return {**answer, "Body": Breaks(answer["Body"])}
+
+    data = secrets.token_bytes(100)
+    store.put("k", data)
+    spy.instead["get_object"] = broken
+    assert store.get("k", limit=100) == data
+    assert spy.made.count("get_object") == 2
+
+
+@pytest.mark.parametrize("operation", ["put_object", "upload_part"])
+def test_a_body_is_sent_again_however_long_the_first_try_lasted(
+    store: S3Store, spy: Spy, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(s3_calls, "GIVE_UP_S", -1.0)  # as if every try lasted longer
+
+    def cut(real: Callable[..., Any], **arguments: Any) -> Any:
+        raise ConnectionClosedError(endpoint_url="http://cut")
+
+    def cut_twice(real: Callable[..., Any], **arguments: Any) -> Any:
+        spy.instead[operation] = cut
+        return cut(real, **arguments)
+
+    spy.instead[operation] = cut_twice
+    data = secrets.token_bytes(PART_BYTES + 1 if operation == "upload_part" else 10)
+    receipt = store.put("k", data)
+    assert store.get("k", limit=len(data), expect=receipt.blake3) == data
+    assert spy.made.count(operation) == (4 if operation == "upload_part" else 3)
+
+    spy.instead["head_object"] = cut
+    with pytest.raises(Unavailable):
+        store.stat("k")
+
+
 @pytest.mark.parametrize("operation", ["put_object", "complete_multipart_upload"])
 def test_a_create_whose_answer_was_lost_succeeds(store: S3Store, spy: Spy, operation: str) -> None:
     data = b"x" * (PART_BYTES + 1 if operation == "complete_multipart_upload" else 10)
@@ -365,6 +468,14 @@ def test_an_equal_upload_is_recognised_by_its_metadata(store: S3Store, spy: Spy)
     spy.made.clear()
     assert store.put("k", data) == receipt
     assert spy.made == ["head_object"]
+
+    def written_otherwise(real: Callable[..., Any], **arguments: Any) -> Any:
+        answer = real(**arguments)
+        return {**answer, "Metadata": {name.title(): value for name, value in answer["Metadata"].items()}}
+
+    spy.instead["head_object"] = written_otherwise  # as proxies do that canonicalise the names of headers
+    assert store.put("k", data) == receipt
+    assert spy.made == ["head_object"] * 2
 
 
 def test_an_object_of_another_tool_is_hashed(store: S3Store, raw: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stitch.core.errors import CorruptObject, VersionConflict
+from stitch.core.errors import CorruptObject, Unavailable, VersionConflict
+from stitch.core.ids import Digest
+from stitch.core.manifest import weights_digest
 from stitch.store.faulty import Fault, FaultyStore, Kind
 from stitch.store.memory import MemoryStore
+from stitch.store.port import Body, Receipt
+from stitch.weights.digest import spec_of
 from stitch.weights.safetensors import write_checkpoint
 from stitch.weights.tensors import host_tensors
 from tests.trainer.places import POLICY, Place, weights
@@ -63,3 +68,34 @@ def test_a_damaged_directory_leaves_the_publisher_usable(store: FaultyStore, tmp
         with pytest.raises(CorruptObject):
             publisher.publish(broken)
         assert publisher.publish(checkpoint(tmp_path / "d", 1)).ref.number == 0
+
+
+class Rewriting(MemoryStore):
+    """Away when a file is first uploaded; when it is back, the trainer has written its next checkpoint over it."""
+
+    def __init__(self, rewrite: Callable[[], object]) -> None:
+        super().__init__()
+        self._rewrite = rewrite
+        self._asked = 0
+
+    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+        if isinstance(body, Path) and body.suffix == ".safetensors":
+            self._asked += 1
+            if self._asked == 1:
+                raise Unavailable("away")
+            if self._asked == 2:
+                self._rewrite()
+        return super().put_named(key_of, body)
+
+
+def test_a_directory_that_is_written_over_while_it_is_published_is_refused(tmp_path: Path) -> None:
+    """Its bytes would not be those whose digests the version states, and no replica could take it."""
+    latest = checkpoint(tmp_path / "latest", 0)
+    following = (checkpoint(tmp_path / "following", 1) / "model.safetensors").read_bytes()
+    store = Rewriting(lambda: (latest / "model.safetensors").write_bytes(following))
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        with pytest.raises(CorruptObject, match=r"latest/.*was changed while it was published"):
+            publisher.publish(latest)
+        publication = publisher.publish(latest)
+        assert publication.ref.number == 0
+        assert publication.weights_digest == weights_digest(map(spec_of, host_tensors(weights(1))))

@@ -10,9 +10,9 @@ Nothing here ends by the reader's clock. Leases are the gateway's, on its own mo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from immutables import Map
 
@@ -57,7 +57,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All replicas that were heard of, also those that left. `now_ms` is the broker time of the newest record."""
+    """All replicas that were heard of, also those that left. `now_ms` is the broker time of the newest record; no member was heard
+    later than that."""
 
     members: Map[ReplicaId, Member] = field(default_factory=Map)
     now_ms: int = 0
@@ -71,6 +72,8 @@ class Fleet:
         return member.heard.time_ms + member.lease_ms < self.now_ms
 
 
+PositionOrNone = TypeVar("PositionOrNone", Position, Position | None)
+
 _member: Final = maker(Member)
 _fleet: Final = maker(Fleet)
 
@@ -79,9 +82,10 @@ def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard
     """The fleet after the record, and what became of the record."""
     old = fleet.members.get(state.replica)
     heard = _judge(old, state, at)
-    now_ms = max(fleet.now_ms, at.time_ms)
+    members = fleet.members if at.time_ms >= fleet.now_ms else _set_back(fleet.members, at.time_ms)
     if heard is not Heard.ACCEPTED:
-        return _fleet(members=fleet.members, now_ms=now_ms), heard
+        return _fleet(members=members, now_ms=at.time_ms), heard
+    old = members.get(state.replica)
     same_life = old if old is not None and old.state.life == state.life else None
     member = _member(
         state=state,
@@ -90,7 +94,20 @@ def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard
         want=_want(state, at),
         started=_started(same_life, state, at),
     )
-    return _fleet(members=fleet.members.set(state.replica, member), now_ms=now_ms), heard
+    return _fleet(members=members.set(state.replica, member), now_ms=at.time_ms), heard
+
+
+def _set_back(members: Map[ReplicaId, Member], now_ms: int) -> Map[ReplicaId, Member]:
+    """The members where the clock went back, as it does with a leader whose clock is behind that of the one before.
+
+    Who was heard later than now was heard now: a clock that was ahead for a moment leaves nobody silent, and no slot held, for as
+    long as it was ahead.
+    """
+    return Map({replica: replace(m, heard=_by(m.heard, now_ms), started=_by(m.started, now_ms)) for replica, m in members.items()})
+
+
+def _by(at: PositionOrNone, now_ms: int) -> PositionOrNone:
+    return at if at is None or at.time_ms <= now_ms else Position(offset=at.offset, time_ms=now_ms)
 
 
 def _judge(old: Member | None, state: ReplicaState, at: Position) -> Heard:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from stitch.core.errors import LogDiverged, StitchError, Unavailable, UnreadableEvent
+from stitch.core.errors import InvalidRequest, LogDiverged, StitchError, Unavailable, UnreadableEvent
 from stitch.core.events import Event
 from stitch.core.ids import Offset
 from stitch.core.lineage import Position, make_position
 from stitch.log.events import read
+from stitch.log.keeping import READ_TIMEOUT_S
 from stitch.log.port import Bounds, EventLog, Record, Stream
 from stitch.wire.codec import Skipped
 
@@ -97,7 +98,11 @@ class Follower(Generic[S]):
         return self.caught_up and self.frozen is None
 
     async def run(self) -> None:
-        """Follows until cancelled, or until the log can be trusted no more (then `frozen` says why)."""
+        """Follows until cancelled, or until the log can be trusted no more (then `frozen` says why).
+
+        Raises InvalidRequest where the log refuses before it was ever read to its end: the way to it is barred. Later a refusal is
+        one fault more, since permissions and certificates are changed while processes run.
+        """
         pause = BACKOFF_SECONDS[0]
         while self.frozen is None:
             try:
@@ -108,7 +113,9 @@ class Follower(Generic[S]):
                 await self._set(frozen=error if WAY_OUT in told else LogDiverged(f"{told}. {WAY_OUT}"))
             except UnreadableEvent as error:
                 await self._set(frozen=error)
-            except Unavailable as error:
+            except (Unavailable, InvalidRequest) as error:
+                if isinstance(error, InvalidRequest) and not self.complete:
+                    raise
                 self.caught_up = False
                 await self._set(error=error)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 # jitter, no secret
@@ -146,7 +153,9 @@ class Follower(Generic[S]):
         end = (await self._bounds()).end
         async with await self.log.reader(self.stream, start) as reader:
             if self._mark is not None and start == self._mark.offset:
-                await self._meet_mark(await reader.poll(POLL_SECONDS, 1), self._mark)
+                # In a thinned stream the record may be gone, and nothing may follow it. Elsewhere it comes as soon as the log can.
+                patience = POLL_SECONDS if self.stream in _THINNED else READ_TIMEOUT_S
+                await self._meet_mark(await reader.poll(patience, 1), self._mark)
             self._end = end
             while time.monotonic() < until:
                 at_end = reader.position >= end

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -27,6 +28,7 @@ CONNECTING_S: Final = 2.0
 """For a client that is to end to have made the connections that it is making. Where no broker answers there are none to lose."""
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 class Connecting:
@@ -151,11 +153,14 @@ class Consumer:
         if asking := {task for task, asked in self._asking.items() if asked is consumer}:
             await asyncio.wait(asking)
         await connecting.close()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await consumer.stop()
-        except TimeoutError:
-            await consumer._client.close()  # cuts the connections; what still waits for an answer ends with them
+        stopping = asyncio.ensure_future(consumer.stop())
+        await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
+        stopping.cancel()
+        # Whatever became of that: a stop ends early where a fetch of its own was cancelled while it waited to try again.
+        await consumer._client.close()
+        await asyncio.wait({stopping})
+        if not stopping.cancelled() and (error := stopping.exception()) is not None:
+            _logger.debug("a discarded consumer of Kafka ended with %r", error)
 
 
 async def _put(question: Callable[[Any], Awaitable[T]], consumer: Any) -> T:

@@ -23,10 +23,14 @@ SETUP_TIMEOUT_S: Final = 30.0
 """For four topics to be made and described; seconds on a healthy cluster."""
 SETTLE_S: Final = 0.1
 """Between two looks for topics that were just made, until the brokers know them."""
+SPREAD_S: Final = 2.0
+"""For topics of which some are known to be known to every broker."""
 REPLICATED: Final = 3
 """From so many replicas on, one may be lost while appends go on. Taken where nobody says how many and there are so many brokers."""
 
 FOR_EVER: Final = "-1"
+READABLE: Final = frozenset({"producer", "uncompressed", "gzip"})
+"""What a topic may do to records so that every reader can read them; the others need a library that readers may not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ def required(stream: Stream, replication: int) -> dict[str, str]:
         "cleanup.policy": "compact" if stream in COMPACTED else "delete",
         "message.timestamp.type": "LogAppendTime",
         "min.insync.replicas": "2" if replication >= REPLICATED else "1",
+        "compression.type": "producer",
         "unclean.leader.election.enable": "false",
     }
     if stream not in RETENTION_MS and stream not in COMPACTED:
@@ -64,11 +69,11 @@ async def set_up(settings: KafkaSettings, *, create: bool) -> Copies:
     """Makes missing topics where `create`, then checks all. Raises InvalidRequest or Unavailable."""
     try:
         async with asyncio.timeout(SETUP_TIMEOUT_S), _admin(settings) as admin:
-            topics = await _describe(admin, settings)
+            topics = await _described(admin, settings, SPREAD_S)
             missing = [stream for stream in Stream if stream not in topics]
             if missing and create:
                 await _create(admin, settings, missing)
-                topics = await _described_all(admin, settings)
+                topics = await _described(admin, settings, SETUP_TIMEOUT_S)
             _check(settings, topics)
             return min((_copies(topic) for topic in topics.values()), key=lambda copies: (copies.kept, copies.acknowledged))
     except TimeoutError:
@@ -141,11 +146,19 @@ def _copies(topic: _Topic) -> Copies:
     return Copies(topic.replication, int(topic.settings["min.insync.replicas"]))
 
 
-async def _described_all(admin: Any, settings: KafkaSettings) -> dict[Stream, _Topic]:
+async def _described(admin: Any, settings: KafkaSettings, patience_s: float) -> dict[Stream, _Topic]:
+    """All topics as soon as they are there, else those that are after so many seconds: not every broker hears of one at once."""
+    until = asyncio.get_running_loop().time() + patience_s
     while True:
-        topics = await _describe(admin, settings)
-        if len(topics) == len(Stream):
-            return topics
+        late = asyncio.get_running_loop().time() >= until
+        try:
+            topics = await _describe(admin, settings)
+        except KafkaError as error:
+            if late or not error.retriable:
+                raise
+        else:
+            if late or not topics or len(topics) == len(Stream):
+                return topics
         await asyncio.sleep(SETTLE_S)
 
 
@@ -163,7 +176,7 @@ async def _describe(admin: Any, settings: KafkaSettings) -> dict[Stream, _Topic]
                     replication=max((len(each["replicas"]) for each in found[name]), default=0),
                     settings={entry[0]: entry[1] for entry in entries},
                 )
-            elif issubclass(for_code(code), REFUSALS):
+            else:  # also one that a broker does not know yet of which another told: it is there
                 raise for_code(code)(name)
     return topics
 
@@ -206,4 +219,6 @@ def _faults(settings: KafkaSettings, stream: Stream, topic: _Topic) -> list[str]
 def _satisfies(key: str, has: str | None, value: str) -> bool:
     if key == "min.insync.replicas":
         return has is not None and int(has) >= int(value)
+    if key == "compression.type":
+        return has in READABLE
     return has == value

@@ -6,7 +6,7 @@ A log knows nothing of what a record means. Its promises, which one behaviour su
   when it raises `OutcomeUnknown`, it may be there, or land later. Nothing else is raised for a fault of the log.
 - Offsets grow, and may have gaps. They order records; they do not identify them (a retried append may land twice), events carry
   ids for that.
-- `time_ms` is the log's own clock, never behind that of the record before.
+- `time_ms` is the log's own clock. It goes back where another broker leads whose clock is behind, and never by a producer's will.
 - A reader sees records in order, none twice and none left out, from the offset that it was opened at.
 """
 

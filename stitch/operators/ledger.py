@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from stitch.core.errors import OutcomeUnknown, Unavailable
+from stitch.core.errors import OutcomeUnknown, StitchError, Unavailable
 from stitch.core.events import AnchorAdded, ChannelMoved, Event, VersionQuarantined, VersionRetired
 from stitch.core.fleet import Fleet
 from stitch.core.ids import PolicyId, WriterId
@@ -125,7 +125,9 @@ class Ledger:
                 level = self._lineage.state.level
                 await append(self._log, decision, source=self._source, level=level, timeout=min(APPEND_SECONDS, remaining))
                 sent = True
-            except (OutcomeUnknown, Unavailable) as error:
+            except StitchError as error:
+                if not sent and not isinstance(error, OutcomeUnknown | Unavailable):
+                    raise
                 sent = sent or isinstance(error, OutcomeUnknown)
                 why = str(error)
                 _logger.warning("waiting, %.0f s left: %s", remaining, error)

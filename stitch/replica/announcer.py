@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from stitch.core.errors import OutcomeUnknown, StitchError, Unavailable
+from stitch.core.errors import Rejected, StitchError
 from stitch.core.events import Event, Phase, ReplicaState, RunVersion, Transition
 from stitch.core.fleet import LEASE_PERIODS, Fleet
 from stitch.core.ids import Digest, Incarnation, Offset, ReplicaId, Sequence
@@ -225,10 +225,16 @@ class Announcer:
             self._queue.popleft()
 
     async def _try_append(self, record: ReplicaState) -> bool:
-        """Whether it was written. The same record may land twice: its sequence number tells."""
+        """Whether it was written. The same record may land twice: its sequence number tells.
+
+        Raises InvalidRequest where the log refuses a replica that has not joined yet. Later that is said, and tried again:
+        permissions and certificates are changed while processes run, and no rollout ends by it.
+        """
         try:
             await append(self._events, record, source=self._config.source, timeout=APPEND_SECONDS)
-        except (Unavailable, OutcomeUnknown) as error:
+        except StitchError as error:
+            if isinstance(error, Rejected) and self.incarnation is None:
+                raise
             self._note(error)
             return False
         self.error = None

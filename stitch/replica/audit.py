@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from stitch.core.errors import OutcomeUnknown, Unavailable
+from stitch.core.errors import StitchError
 from stitch.core.events import RolloutServed
 from stitch.log.events import append
 from stitch.log.port import EventLog
@@ -48,7 +48,7 @@ class Audit:
             try:
                 await append(self._events, record, source=self._source, timeout=APPEND_SECONDS)
                 self.written += 1
-            except (Unavailable, OutcomeUnknown) as error:
+            except StitchError as error:  # also a refusal: no rollout ends because its record cannot be kept
                 if not self.dropped:
                     log.warning("rollouts are not recorded: %s", error)
                 self.dropped += 1

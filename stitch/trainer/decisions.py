@@ -107,8 +107,9 @@ class Decisions:
         except StitchError as error:
             if not may_have_landed:
                 self.unsettled = None
-            if not isinstance(error, Unavailable):
-                raise
+                if not isinstance(error, Unavailable):
+                    raise
+            # What was sent before may land whatever is said of this copy.
             attempt.report_waiting(str(error))
             return next(waits)
         attempt.report(Step.APPENDED)
@@ -137,6 +138,8 @@ class Decisions:
     async def _while_following(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The result, or what ended the follower that it depends on."""
         assert self._following is not None
+        if self._following.done() and self._lineage.frozen is None:
+            self.start()  # a log that refused may take it back
         return await while_following(self._lineage, self._following, waiting)
 
     def _hear(self, event: Event, at: Position) -> None:

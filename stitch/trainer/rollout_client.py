@@ -115,6 +115,8 @@ class AsyncRolloutClient:
             call.again(started=response.started)
             _logger.debug("request %s: again in %.1f s: %s", call.request_id, pause, response.error)
             await asyncio.sleep(pause)
+            if not call.remaining:  # the host stood still meanwhile
+                raise response.error
 
     async def _try(self, call: Call) -> UpstreamResponse | Refusal:
         headers = [*self._headers, *call.headers]

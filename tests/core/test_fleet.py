@@ -92,6 +92,25 @@ def test_time_is_that_of_the_newest_record_whatever_became_of_it() -> None:
     assert stream.fleet.now_ms == stream.now_ms
 
 
+def test_a_clock_that_was_ahead_silences_nobody_for_longer_than_it_was() -> None:
+    """Kafka's time is its leader's: one whose clock is an hour ahead leads, then one whose clock is right."""
+    stream = Stream()
+    a, b = serving(stream, "a", "b")
+    hour, lease = 3_600_000, folds.LEASE_PERIODS * HEARTBEAT_MS
+    b.say(Transition.ACTIVATION_STARTED, want=b.want(), phase=Phase.ACTIVATING, after_ms=hour)
+    a.say()
+    a.say(after_ms=-hour)
+    assert stream.fleet.now_ms == stream.now_ms
+    assert not any(map(stream.fleet.silent, stream.fleet.members.values()))
+    a.say(after_ms=lease + 1000)
+    assert [name for name, member in stream.fleet.members.items() if stream.fleet.silent(member)] == ["b"]
+    b.say()
+    a.say(after_ms=folds.SLOT_MS - lease)
+    b.say()
+    a.want()
+    assert allowed(stream, "a", "b") == ["a"], "what holds a slot for too long loses it"
+
+
 def test_lease_is_five_of_the_periods_that_the_replica_states() -> None:
     stream = Stream()
     (agent, other) = serving(stream, "r", "other")

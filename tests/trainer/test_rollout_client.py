@@ -200,6 +200,19 @@ async def test_a_retry_that_could_not_be_answered_in_time_is_not_sent(clock: Clo
     assert len(seen.requests) == 1
 
 
+async def test_nothing_is_sent_once_the_deadline_is_over(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_request, "RETRY_SECONDS", (0.3, 0.3))
+
+    async def refuse(request: Request, receive: Receive, send: Send) -> None:
+        await soon(not_ready())({"type": "http"}, receive, send)
+        asyncio.get_running_loop().call_later(0.1, setattr, clock, "now", 2000.0)  # within the client's pause
+
+    async with gateway(refuse) as (url, seen), AsyncRolloutClient(url) as client:
+        with pytest.raises(WeightVersionNotReady):
+            await client.generate(prompt="in", timeout=1000)
+    assert len(seen.requests) == 1
+
+
 async def test_what_the_deadline_cuts_short_tells_the_refusal_before_it(clock: Clock) -> None:
     refusing = clock.refusing(soon(not_ready()), takes=1000 - LATE)
     async with gateway(refusing, hang) as (url, seen), AsyncRolloutClient(url) as client:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
-from stitch.core.errors import OutcomeUnknown, Unavailable
+from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
 from stitch.core.ids import Offset
 from stitch.log.port import Bounds, Copies, Draft, EventLog, Reader, Record, Stream
 
@@ -81,7 +81,7 @@ class FaultyLog(EventLog):
         self._plan = script() if plan is None else plan
         self._slow = slow
         self._held: deque[tuple[Stream, Draft]] = deque()
-        self._is_cut = False
+        self._is_cut = self._is_barred = False
 
     @property
     def url(self) -> str:
@@ -113,8 +113,12 @@ class FaultyLog(EventLog):
         """From now on every call, also of open readers, raises Unavailable."""
         self._is_cut = True
 
+    def bar(self) -> None:
+        """From now on every call, also of open readers, raises InvalidRequest, as where permissions were taken away."""
+        self._is_barred = True
+
     def mend(self) -> None:
-        self._is_cut = False
+        self._is_cut = self._is_barred = False
 
     async def setup(self, *, create: bool) -> Copies:
         self._check_reachable()
@@ -167,6 +171,8 @@ class FaultyLog(EventLog):
         await self._inner.aclose()
 
     def _check_reachable(self) -> None:
+        if self._is_barred:
+            raise InvalidRequest(f"log: {self.url} refused, as planned", field="log")
         if self._is_cut:
             raise Unavailable(f"{self.url}: planned cut")
 

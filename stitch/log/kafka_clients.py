@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.client import ConnectionGroup
-from aiokafka.errors import KafkaError
+from aiokafka.conn import CloseReason
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from stitch.log.kafka_settings import KafkaSettings
 
@@ -49,11 +50,15 @@ class Connecting:
             return ready
         if self._closed:
             return None
-        return await self._made(self._get_conn(node_id, group=group, no_hint=no_hint))
+        conn = await self._made(self._get_conn(node_id, group=group, no_hint=no_hint))
+        if conn is not None:
+            _guard(conn)
+        return conn
 
     async def bootstrap(self) -> None:
         """As AIOKafkaClient.bootstrap."""
-        await self._made(self._bootstrap())
+        with _as_kafka_s():
+            await self._made(self._bootstrap())
 
     async def close(self) -> None:
         """From now on none are made. Returns once those that were being made are known to the client, which may be closed then."""
@@ -69,6 +74,32 @@ class Connecting:
         self._making.add(task)
         task.add_done_callback(self._making.discard)
         return await asyncio.shield(task)
+
+
+def _guard(conn: Any) -> None:
+    """Has the connection raise KafkaConnectionError also where uvloop closed it a moment before aiokafka notices."""
+    send = conn.send
+
+    def guarded(request: Any, expect_response: bool = True) -> Any:
+        try:
+            with _as_kafka_s():
+                return send(request, expect_response)
+        except KafkaConnectionError:
+            conn.close(reason=CloseReason.CONNECTION_BROKEN)
+            raise
+
+    conn.send = guarded
+
+
+@contextlib.contextmanager
+def _as_kafka_s() -> Iterator[None]:
+    """uvloop's word for a transport that is closed is a RuntimeError of no kind, of which KafkaError is one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, KafkaError):
+            raise
+        raise KafkaConnectionError(str(error)) from error
 
 
 class Consumer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stitch.core.errors import LogDiverged, Unavailable, UnreadableEvent
+from stitch.core.errors import InvalidRequest, LogDiverged, StitchError, Unavailable, UnreadableEvent
 from stitch.core.events import Event, RunClaimed
 from stitch.core.ids import EventId, Offset
 from stitch.core.lineage import Position
@@ -56,15 +56,16 @@ class _Rig(EventLog):
     """A log whose readers and bounds can be made to fail, and whose records can be exchanged."""
 
     def __init__(self, inner: MemoryLog) -> None:
-        self.inner, self.down, self.opened = inner, False, 0
+        self.inner, self.opened = inner, 0
+        self.down: StitchError | None = None
 
     @property
     def url(self) -> str:
         return self.inner.url
 
     def _check(self) -> None:
-        if self.down:
-            raise Unavailable("log: down for the test")
+        if self.down is not None:
+            raise self.down
 
     async def setup(self, *, create: bool) -> Copies:
         return await self.inner.setup(create=create)
@@ -107,6 +108,25 @@ class _RigReader(Reader):
         await self.inner.aclose()
 
 
+class _Slow(_Rig):
+    """The first answer to a reader takes twice as long as a poll."""
+
+    async def reader(self, stream: Stream, start: Offset) -> Reader:
+        return _SlowReader(self, await super().reader(stream, start))
+
+
+class _SlowReader(_RigReader):
+    answered = False
+
+    async def poll(self, timeout: float, max_records: int = 1000) -> Sequence[Record]:
+        if not self.answered:
+            self.answered = True
+            await asyncio.sleep(min(timeout, 2 * follow.POLL_SECONDS))
+            if timeout <= 2 * follow.POLL_SECONDS:
+                return ()
+        return await super().poll(timeout, max_records)
+
+
 async def test_what_is_appended_is_folded_once_and_in_order() -> None:
     async with MemoryLog() as log:
         await _append(log, 0, 1)
@@ -130,25 +150,54 @@ async def test_until_returns_the_first_state_that_holds() -> None:
         assert (await waiting)[:2] == ("e-0", "e-1")
 
 
-async def test_an_outage_is_survived_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSED = InvalidRequest("log: permissions were taken away", field="log")
+
+
+@pytest.mark.parametrize("down", [Unavailable("log: down for the test"), REFUSED])
+async def test_an_outage_is_survived_and_said(monkeypatch: pytest.MonkeyPatch, down: StitchError) -> None:
     monkeypatch.setattr(follow, "BACKOFF_SECONDS", (0.01, 0.02))
     async with _Rig(MemoryLog()) as rig:
         await _append(rig, 0)
         async with _following(rig) as follower:
             await follower.catch_up()
-            rig.down = True
+            rig.down = down
             async with asyncio.timeout(WAIT):
                 while follower.error is None:
                     await follower.changed()
             assert not follower.healthy
-            with pytest.raises(Unavailable):
+            with pytest.raises(type(down)):
                 await follower.catch_up(0.05)
             await _append(rig, 1)
-            rig.down = False
+            rig.down = None
             assert await follower.until(lambda state: len(state) == 2, WAIT) == ("e-0", "e-1")
             await follower.catch_up()
             assert follower.healthy
             assert follower.error is None
+
+
+async def test_a_refusal_before_the_log_was_ever_read_ends_the_follower() -> None:
+    async with _Rig(MemoryLog()) as rig:
+        rig.down = REFUSED
+        follower: Follower[tuple[str, ...]] = Follower(rig, Stream.PUBLICATIONS, (), _collect)
+        with pytest.raises(InvalidRequest):
+            await follower.run()
+
+
+async def test_a_mark_that_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link, or under a quota, an answer takes longer than a poll of a reader that is abreast."""
+    monkeypatch.setattr(follow, "REBUILD_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
+    async with _Slow(MemoryLog()) as log:
+        await _append(log, 0)
+        async with _following(log) as follower:
+            await follower.catch_up()
+            opened = log.opened
+            async with asyncio.timeout(WAIT):
+                while log.opened < opened + 3:
+                    assert follower.error is None
+                    await asyncio.sleep(0.01)
+            await _append(log, 1)
+            assert await follower.until(lambda state: len(state) == 2, WAIT) == ("e-0", "e-1")
 
 
 async def test_a_reader_is_replaced_from_time_to_time_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +305,7 @@ async def test_a_follower_says_how_far_behind_it_is() -> None:
                 while follower.lag != 0:
                     await asyncio.sleep(0.01)
             assert follower.age is not None
-            rig.down = True
+            rig.down = Unavailable("log: down for the test")
             async with asyncio.timeout(WAIT):
                 while follower.age < 0.2:
                     await asyncio.sleep(0.01)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stitch.core.errors import InvalidRequest
 from stitch.core.events import Phase, ReplicaState, Transition
 from stitch.core.ids import PolicyId, PoolName, ReplicaId
 from stitch.log.events import append, read
@@ -102,12 +103,22 @@ async def test_an_unknown_outcome_is_settled_by_the_same_record() -> None:
     assert announcer.fleet.state.members[ReplicaId("a")].state.transition is Transition.STAGE_STARTED
 
 
-async def test_while_the_log_is_away_only_the_newest_state_is_kept() -> None:
+async def test_a_log_that_refuses_a_replica_that_never_joined_ends_it() -> None:
+    log = FaultyLog(MemoryLog())
+    log.bar()
+    announcer = Announcer(log, config(), lambda: "http://x", lambda: 0)
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(announcer.run(), 30)
+    assert ended.group_contains(InvalidRequest)
+
+
+@pytest.mark.parametrize("fault", [FaultyLog.cut, FaultyLog.bar])
+async def test_while_the_log_is_away_only_the_newest_state_is_kept(fault: Callable[[FaultyLog], None]) -> None:
     log = FaultyLog(MemoryLog())
     async with announcing(log) as announcer:
         await eventually(lambda: announcer.incarnation is not None, "it joined")
         assert await announcer.flushed(30)
-        log.cut()
+        fault(log)
         announcer.announce(Transition.STAGE_STARTED)
         await eventually(lambda: announcer.error is not None, "it noticed")
         announcer.state.phase = Phase.SERVING

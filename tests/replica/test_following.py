@@ -206,12 +206,16 @@ async def test_a_second_life_of_a_replica_id_fences_the_first(world: World) -> N
     assert (await second.generate())[0] == 200
 
 
-async def test_while_the_log_is_away_it_serves_and_then_tells_the_newest_state(world: World) -> None:
+@pytest.mark.parametrize("fault", [FaultyLog.cut, FaultyLog.bar])
+async def test_while_the_log_is_away_it_serves_and_then_tells_the_newest_state(
+    world: World, fault: Callable[[FaultyLog], None]
+) -> None:
+    """Or refuses everything, as where a permission was taken away: no rollout ends by it."""
     async with FaultyLog(open_log(world.log_url)) as faulty:
         replica = await world.replica(events=faulty)
         async with world.trainer() as trainer:
             await replica.serves(ref(0))
-            faulty.cut()
+            fault(faulty)
             # The pointer comes over another client, so the version is still learned of; the slot is taken blindly.
             await trainer.publish()
             assert (await replica.generate())[0] == 200

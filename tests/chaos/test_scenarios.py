@@ -222,7 +222,7 @@ async def test_38_and_39_a_request_across_three_versions_says_so_token_by_token(
         async with world.trainer() as trainer:
             await replica.serves(ref(0))
             await routed(world, gateway, 1)
-            await replica.misbehave(slow_ms=5)
+            await replica.misbehave(slow_ms=25)
             engine = await replica.engine_url()
             asking = asyncio.create_task(ask(world, gateway, tokens=1500))
             for number in (1, 2):

@@ -254,7 +254,7 @@ def test_an_unknown_outcome_is_settled_by_the_same_command(place: Place, monkeyp
         return FaultyLog(open_log(url), plan)
 
     monkeypatch.setattr(opening, "open_log", losing)
-    told = place.publish(directory, "--timeout", "2")
+    told = place.publish(directory, "--timeout", "5")  # in which even a slow disk takes all that comes before
     assert told.code == 3, told.err
     assert told.err.splitlines()[-1].startswith("stitch: ")
     monkeypatch.undo()

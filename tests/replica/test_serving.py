@@ -153,7 +153,7 @@ async def test_it_takes_no_more_than_its_capacity(world: World) -> None:
     replica = await world.replica(command=misbehaving(), capacity=2)
     async with world.trainer():
         await replica.serves(ref(0))
-    await replica.misbehave(slow_ms=20)
+    await replica.misbehave(slow_ms=200)
     asking = [asyncio.create_task(replica.generate(tokens=100)) for _ in range(2)]
 
     async def full() -> bool:
@@ -162,6 +162,7 @@ async def test_it_takes_no_more_than_its_capacity(world: World) -> None:
     await eventually(full, "both are admitted")
     status, answer = await replica.generate()
     assert (status, answer["error"]["type"], answer["error"]["retryable"]) == (429, "Busy", True)
+    await replica.misbehave(slow_ms=0)
     for task in asking:
         assert (await task)[0] == 200
 
@@ -170,7 +171,7 @@ async def test_it_drains_and_leaves(world: World) -> None:
     replica = await world.replica(command=misbehaving())
     async with world.trainer():
         await replica.serves(ref(0))
-    await replica.misbehave(slow_ms=20)
+    await replica.misbehave(slow_ms=200)
     asking = asyncio.create_task(replica.generate(tokens=60))
 
     async def admitted() -> bool:
@@ -181,6 +182,7 @@ async def test_it_drains_and_leaves(world: World) -> None:
     await eventually(lambda: _unready(replica), "it is not ready")
     status, answer = await replica.generate()
     assert (status, answer["error"]["generation_started"]) == (503, False)
+    await replica.misbehave(slow_ms=0)
     status, answer = await asking
     assert status == 200
     check_truth(world, answer)

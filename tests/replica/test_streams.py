@@ -56,7 +56,9 @@ async def test_the_last_event_carries_start_end_and_spans(world: World, path: st
         await replica.misbehave(slow_ms=5)
 
         async def next_version() -> None:
+            await replica.misbehave(slow_ms=500)  # the answer is not over before the version is there
             await replica.serves(await trainer.publish())
+            await replica.misbehave(slow_ms=1)
 
         headers, events = await stream(replica, path, FORMS[path], at=5, then=next_version)
     assert (headers["X-Stitch-Policy"], headers["X-Stitch-Run"], headers["X-Stitch-Version-Start"]) == ("math", "r1", "0")

@@ -17,6 +17,7 @@ from multidict import CIMultiDictProxy
 from stitch.core.events import Event, ReplicaState, RunVersion, Transition
 from stitch.core.ids import PolicyId, ReplicaId, RunId, VersionNumber
 from stitch.core.lineage import Position
+from stitch.core.manifest import weights_digest
 from stitch.engines.reference.model import ModelConfig, init, to_bf16
 from stitch.engines.reference.serve import init_checkpoint
 from stitch.log.follow import Follower
@@ -26,6 +27,8 @@ from stitch.replica.config import ReplicaConfig
 from stitch.replica.main import run_replica
 from stitch.trainer.author import Publication
 from stitch.trainer.publisher import Publisher
+from stitch.weights.digest import spec_of
+from stitch.weights.tensors import host_tensors
 from tests.support.provision import eventually
 
 POLICY: Final = PolicyId("math")
@@ -42,13 +45,16 @@ def ref(number: int, run: str = RUN) -> RunVersion:
 class Trainer:
     """Publishes random versions. `digests` are the truth: what each version's weights hash to."""
 
-    def __init__(self, publisher: Publisher, digests: dict[RunVersion, str]) -> None:
-        self.publisher, self.digests = publisher, digests
+    def __init__(self, publisher: Publisher, run: str, digests: dict[RunVersion, str]) -> None:
+        self.publisher, self.run, self.digests = publisher, RunId(run), digests
         self._seed = 1000 * len(digests)
 
     async def publish(self, **options: Any) -> RunVersion:
         self._seed += 1
         weights = to_bf16(init(SMALL, self._seed))
+        # Known before it is published: a replica may serve it before the trainer has its answer.
+        coming = RunVersion(run=self.run, number=VersionNumber(self.publisher.next_number))
+        self.digests[coming] = weights_digest(map(spec_of, host_tensors(weights)))
         return self.note(await asyncio.to_thread(lambda: self.publisher.publish(weights, **options)))
 
     def note(self, done: Publication) -> RunVersion:
@@ -100,7 +106,7 @@ class World:
             lambda: Publisher.open(policy=POLICY, run=run, log=self.log_url, store=self.store_url, **options)
         )
         try:
-            trainer = Trainer(opened, self.digests)
+            trainer = Trainer(opened, run, self.digests)
             await self._note_lineage()
             yield trainer
         finally:

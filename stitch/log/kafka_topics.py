@@ -69,7 +69,7 @@ async def set_up(settings: KafkaSettings, *, create: bool) -> Copies:
     """Makes missing topics where `create`, then checks all. Raises InvalidRequest or Unavailable."""
     try:
         async with asyncio.timeout(SETUP_TIMEOUT_S), _admin(settings) as admin:
-            topics = await _described(admin, settings, SPREAD_S)
+            topics = await _described(admin, settings, SPREAD_S, none_will_do=create)
             missing = [stream for stream in Stream if stream not in topics]
             if missing and create:
                 await _create(admin, settings, missing)
@@ -146,7 +146,7 @@ def _copies(topic: _Topic) -> Copies:
     return Copies(topic.replication, int(topic.settings["min.insync.replicas"]))
 
 
-async def _described(admin: Any, settings: KafkaSettings, patience_s: float) -> dict[Stream, _Topic]:
+async def _described(admin: Any, settings: KafkaSettings, patience_s: float, *, none_will_do: bool = False) -> dict[Stream, _Topic]:
     """All topics as soon as they are there, else those that are after so many seconds: not every broker hears of one at once."""
     until = asyncio.get_running_loop().time() + patience_s
     while True:
@@ -157,7 +157,7 @@ async def _described(admin: Any, settings: KafkaSettings, patience_s: float) -> 
             if late or not error.retriable:
                 raise
         else:
-            if late or not topics or len(topics) == len(Stream):
+            if late or len(topics) == len(Stream) or (none_will_do and not topics):
                 return topics
         await asyncio.sleep(SETTLE_S)
 

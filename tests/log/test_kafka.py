@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.conn import AIOKafkaConnection
+from aiokafka.errors import UnknownTopicOrPartitionError
 
 from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
 from stitch.core.ids import Offset
+from stitch.log import kafka_topics
 from stitch.log.kafka import KafkaLog
+from stitch.log.kafka_settings import KafkaSettings
 from stitch.log.kafka_topics import wanted
 from stitch.log.port import Draft, Stream
 from stitch.log.read import read_all
 from tests.support import provision
-from tests.support.kafka import Kafka
+from tests.support.kafka import Kafka, connected
 
 pytestmark = [pytest.mark.integration, pytest.mark.kafka]
 
@@ -64,6 +66,7 @@ async def numbers(log: KafkaLog) -> list[int]:
         (Stream.POINTERS, {"cleanup.policy": "compact,delete"}),
         (Stream.ACTIVATIONS, {"message.timestamp.type": "CreateTime"}),
         (Stream.ROLLOUTS, {"unclean.leader.election.enable": "true"}),
+        (Stream.PUBLICATIONS, {"compression.type": "zstd"}),  # for which readers would need a library that they may not have
     ],
 )
 async def test_settings_that_lose_records_are_refused_with_their_mend(
@@ -116,6 +119,25 @@ def test_a_replicated_log_needs_two_replicas_for_each_append() -> None:
     for stream in Stream:
         assert wanted(stream, 1)["min.insync.replicas"] == "1"
         assert wanted(stream, 3)["min.insync.replicas"] == "2"
+
+
+async def test_a_topic_that_a_broker_does_not_know_yet_is_not_missed(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers learn of new topics one after another, and each question may go to another one."""
+    await log.setup(create=True)
+    describe = kafka_topics._describe
+    asked = 0
+
+    async def late(admin: object, settings: KafkaSettings) -> dict[Stream, Any]:
+        nonlocal asked
+        asked += 1
+        found = await describe(admin, settings)
+        if asked == 1:
+            raise UnknownTopicOrPartitionError("not yet")
+        return {stream: topic for stream, topic in found.items() if asked > 2 or stream is not Stream.ACTIVATIONS}
+
+    monkeypatch.setattr(kafka_topics, "_describe", late)
+    await log.setup(create=False)
+    assert asked == 3
 
 
 async def test_the_broker_gives_the_time(log: KafkaLog, kafka_url: str) -> None:
@@ -224,8 +246,19 @@ async def test_a_paused_broker_is_survived(log: KafkaLog, kafka_server: Kafka) -
 # --- connections -----------------------------------------------------------------------------------------------------------------
 
 
-def connected() -> list[AIOKafkaConnection]:
-    return [found for found in gc.get_objects() if isinstance(found, AIOKafkaConnection) and found.connected()]
+async def test_a_connection_that_uvloop_closed_is_made_anew(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment before aiokafka notices; uvloop says so by a RuntimeError."""
+    await log.setup(create=True)
+    assert (await log.bounds(Stream.PUBLICATIONS)).end == 0
+    consumer, _ = await log._asker.started()
+    (connection,) = consumer._client._conns.values()
+
+    def write(data: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    monkeypatch.setattr(connection._writer, "write", write)
+    assert (await log.bounds(Stream.PUBLICATIONS)).end == 0
+    assert not connection.connected()
 
 
 async def test_a_question_under_way_is_answered_although_another_gave_the_client_up(log: KafkaLog) -> None:

@@ -18,7 +18,7 @@ from stitch.log.follow import Follower
 from stitch.log.kafka import KafkaLog
 from stitch.log.port import Bounds, Copies, Stream
 from tests.support.examples import examples
-from tests.support.kafka import fresh_namespace
+from tests.support.kafka import connected, fresh_namespace
 from tests.support.kafka_cluster import KafkaCluster
 from tests.support.ledger import Ledger, read_along
 from tests.support.provision import eventually
@@ -191,6 +191,28 @@ async def test_a_follower_says_how_far_behind_it_is_while_all_brokers_stand_stil
         cluster.heal()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_readers_that_gave_up_on_a_dead_leader_leave_nothing_behind(
+    cluster: KafkaCluster, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clients wait to try again when they are ended."""
+    monkeypatch.setattr(kafka, "SILENCE_S", 1.0)
+    reader = await log.reader(TOPIC, Offset(0))
+    await reader.poll(0)
+    cluster.kill(await cluster.leader(topic(log)))
+
+    async def given_up() -> bool:
+        try:
+            await reader.poll(0.1)
+        except Unavailable:
+            return True
+        return False
+
+    await eventually(given_up, "the reader gives up", timeout=PATIENCE_S)
+    await log.aclose()
+    assert connected() == []
+    assert [task for task in asyncio.all_tasks() if "AIOKafka" in repr(task.get_coro())] == []
 
 
 async def test_a_broker_that_is_not_the_leader_is_asked_for_a_bounded_time(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import importlib
 import importlib.util
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 
 from tests.support import provision, toxiproxy
 from tests.support.kafka_cluster import KafkaCluster, three_brokers
@@ -193,3 +195,8 @@ def kafka_log_url(kafka_url: str) -> str:
 
 def fresh_namespace(servers: str) -> str:
     return f"kafka://{servers}/t{uuid.uuid4().hex[:12]}"
+
+
+def connected() -> list[AIOKafkaConnection]:
+    """The connections to Kafka that this process has, whoever holds them."""
+    return [found for found in gc.get_objects() if isinstance(found, AIOKafkaConnection) and found.connected()]

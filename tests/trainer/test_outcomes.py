@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pytest
 
-from stitch.core.errors import Fenced, LogDiverged, OutcomeUnknown, StitchError, Unavailable
+from stitch.core.errors import Fenced, InvalidRequest, LogDiverged, OutcomeUnknown, StitchError, Unavailable
 from stitch.core.events import RunClaimed
 from stitch.core.ids import EventId, RunId, WriterId
 from stitch.log.events import append, read
@@ -115,6 +115,38 @@ def test_an_unknown_outcome_is_settled_by_the_next_publish(place: Place, faulty:
         assert pub.publish(weights(2)).ref.number == 2
     assert place.numbers() == [0, 1, 2]
     assert same(place.read_back(0)[0], weights(0))
+
+
+class Closing(FaultyLog):
+    """Loses the acknowledgement of one decision, and refuses every copy of it, as where a permission is taken away meanwhile."""
+
+    async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
+        if stream is Stream.PUBLICATIONS and self.held:
+            raise InvalidRequest("log: refused", field="log")
+        await super().append(stream, draft, timeout=timeout)
+
+
+def test_a_copy_that_is_refused_says_nothing_of_the_one_before(place: Place) -> None:
+    """It may land whatever the log says of this one."""
+    closing = Closing(place.memory_log())
+    with place.publisher(log=closing) as pub:
+        closing.plan(only_publications(Fault.HOLD))
+        with pytest.raises(OutcomeUnknown, match="version 0"):
+            pub.publish(weights(0), timeout=SHORT)
+        asyncio.run(closing.release())
+        closing.plan(script())
+        assert pub.publish(weights(1)).ref.number == 1
+    assert place.numbers() == [0, 1]
+
+
+def test_a_publisher_outlives_a_log_that_refused(place: Place, faulty: FaultyLog) -> None:
+    with place.publisher(log=faulty) as pub:
+        pub.publish(weights(0))
+        faulty.bar()
+        with pytest.raises(InvalidRequest):
+            pub.publish(weights(1), timeout=SHORT)
+        faulty.mend()
+        assert pub.publish(weights(1)).ref.number == 1
 
 
 def test_an_unknown_outcome_that_never_landed_is_made_to_count_first(place: Place, faulty: FaultyLog) -> None:

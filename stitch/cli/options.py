@@ -79,28 +79,33 @@ def read_token_file(token_file: Path) -> str:
     return token
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's coroutine. SIGINT and SIGTERM cancel it, and it may tidy up; then KeyboardInterrupt is raised."""
+def run(work: Coroutine[Any, Any, T], *, patience: int = 1) -> T:
+    """Runs a command's coroutine. The first `patience` SIGINT or SIGTERM cancel it, and it may tidy up; then KeyboardInterrupt is
+    raised. One more ends the process at once, whatever it waits for."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_until_signal(work))
+        return runner.run(_until_signal(work, patience))
 
 
-async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
+async def _until_signal(work: Coroutine[Any, Any, T], patience: int) -> T:
     task = asyncio.ensure_future(work)
-    stopped = False
+    loop = asyncio.get_running_loop()
+    signals = 0
 
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
+    def stop(number: int) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > patience:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         task.cancel()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     try:
         return await task
     except asyncio.CancelledError:
-        if stopped:
+        if signals:
             raise KeyboardInterrupt from None
         raise
 

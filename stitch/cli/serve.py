@@ -171,7 +171,8 @@ def replica(**given: Any) -> int:
 
     _end_with_parent(given["parent_pid"])
     config = _replica_config(given)
-    return run(run_replica(config, ready=_announce("replica", given["as_json"])))
+    # The first one drains, the second ends that, and the engine in good order.
+    return run(run_replica(config, ready=_announce("replica", given["as_json"])), patience=2)
 
 
 def _replica_config(given: dict[str, Any]) -> Any:

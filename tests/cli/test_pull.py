@@ -149,6 +149,36 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         assert process.wait(60) == -signal.SIGTERM
 
 
+STUBBORN = """
+import asyncio, sys, time
+from stitch.cli.options import run
+
+async def work():
+    thread = asyncio.create_task(asyncio.to_thread(time.sleep, 600))
+    while True:
+        try:
+            print("waiting", flush=True)
+            await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            pass
+
+run(work(), patience=int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_one_signal_more_ends_a_command_that_waits_for_a_thread(patience: int) -> None:
+    """Python itself would wait for the thread, which knows of no signal."""
+    with subprocess.Popen([sys.executable, "-c", STUBBORN, str(patience)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(patience):
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(Unavailable), stoppable():
         raise Unavailable("x")

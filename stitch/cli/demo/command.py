@@ -39,7 +39,7 @@ def demo(steps: int, replicas: int, log_url: str | None, store_url: str | None, 
     workdir = (keep or Path(tempfile.mkdtemp(prefix="stitch-demo-"))).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
     try:
-        result = run(_demo(steps, replicas, log_url, store_url, workdir, as_json))
+        result = run(_demo(steps, replicas, log_url, store_url, workdir, as_json), patience=2)
     finally:
         if keep is None:
             shutil.rmtree(workdir, ignore_errors=True)

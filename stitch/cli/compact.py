@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from stitch.operators.compaction import Progress as Tell
 from stitch.operators.ledger import new_operator, open_ledger
 from stitch.operators.versions import find, published
 from stitch.store.opening import open_store
+from stitch.store.scratch import scratch_folder
 
 
 @click.command()
@@ -53,13 +53,11 @@ def compact(
     VERSION is a number (41), a full name (run/weight_v000041) or a channel (latest). Without one, those living versions are taken
     whose chains are too long, or weigh more than a full form. The trainer need not run, and may. The scratch folder takes a model.
     """
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="stitch-compact-", dir=scratch) as workdir,
+        scratch_folder("compact", scratch) as workdir,
         told_bar(DownloadColumn(), TransferSpeedColumn(), silent=as_json) as tell,
     ):
-        report = run(_compact(versions, log_url, store_url, policy, AnchorRule(every=every), Path(workdir), dry_run, tell))
+        report = run(_compact(versions, log_url, store_url, policy, AnchorRule(every=every), workdir, dry_run, tell))
     if as_json:
         click.echo(json.dumps(_row(report)))
     else:

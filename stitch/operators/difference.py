@@ -8,7 +8,6 @@ compared; which do differ, their state digests tell.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from stitch.operators.versions import added_anchors
 from stitch.operators.watched import Watched
 from stitch.store.manifests import read_manifest
 from stitch.store.port import BlobStore
+from stitch.store.scratch import scratch_folder
 from stitch.weights import sparse
 from stitch.weights.fetch import Fetcher
 from stitch.weights.safetensors import Checkpoint, TensorFile, open_checkpoint
@@ -118,13 +118,11 @@ def difference(
     work = _Work(watched, policy, first, second, tell, cancelled)
     if first.manifest.weights_digest == second.manifest.weights_digest:
         return work.outcome(Way.SAME, {})
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="stitch-diff-", dir=scratch) as folder:
-        told = None if values else work.by_delta(Path(folder) / "delta")
+    with scratch_folder("diff", scratch) as folder:
+        told = None if values else work.by_delta(folder / "delta")
         if told is not None:
             return work.outcome(Way.DELTA, told)
-        return work.outcome(Way.VALUES, work.by_values(Path(folder) / "staging"))
+        return work.outcome(Way.VALUES, work.by_values(folder / "staging"))
 
 
 class _Work:

@@ -7,10 +7,8 @@ state digest and all of them against the weights digest.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from stitch.operators.versions import added_anchors, with_chains
 from stitch.operators.watched import Watched
 from stitch.store.manifests import read_manifest, receipt, verify_version
 from stitch.store.port import BlobStore
+from stitch.store.scratch import scratch_folder
 from stitch.weights.staging import Staging, StagingCancelled
 
 LOOKS_AT_ONCE: Final = 16
@@ -86,7 +85,7 @@ def verify_versions(
     tell(f"looking at {len(members)} version{'s' if len(members) != 1 else ''}")
     work.look()
     if deep:
-        with _folder(scratch) as folder:
+        with scratch_folder("verify", scratch) as folder:
             work.bring(folder / "staging", tell)
             tell("reading what no version was brought by")
             work.read_rest(folder)
@@ -260,11 +259,3 @@ def _differences(policy: PolicyLineage, version: Version, manifest: Manifest, re
     base = None if version.base is None else policy.versions[version.base]
     if base is not None and manifest.base is not None and manifest.base.manifest != base.manifest:
         yield Fault(what=f"manifest {ref.key} builds on {manifest.base.manifest.key}, the log says {base.manifest.key}")
-
-
-@contextmanager
-def _folder(parent: Path | None) -> Iterator[Path]:
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="stitch-verify-", dir=parent) as folder:
-        yield Path(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from stitch.log.opening import open_log
 from stitch.log.port import EventLog
 from stitch.store.opening import open_store
 from stitch.store.port import BlobStore
+from stitch.store.scratch import scratch_folder
 from stitch.trainer.attempt import Attempt
 from stitch.trainer.author import Author
 from stitch.trainer.blobs import Blobs
@@ -45,7 +45,7 @@ def begin(
     leads: bool,
 ) -> Begun:
     """Opens the store and makes the scratch folder, and leaves it to `undo` to end them. Raises what a directory is refused for."""
-    folder = Path(undo.enter_context(_scratch(scratch)))
+    folder = undo.enter_context(scratch_folder("publish", scratch))
     blobs_store = open_store(store) if isinstance(store, str) else store
     if isinstance(store, str):
         undo.callback(blobs_store.close)
@@ -81,9 +81,3 @@ def _with_base(opening: Opening, encoded: Encoded) -> Opening:
     number = VersionNumber(0) if opening.boot is None else opening.boot
     manifest = ManifestRef(key="", digest=Digest(""), weights_digest=encoded.weights_digest)
     return replace(opening, base=BaseOffer(number=number, manifest=manifest))
-
-
-def _scratch(parent: str | os.PathLike[str] | None) -> tempfile.TemporaryDirectory[str]:
-    if parent is not None:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix="stitch-publish-", dir=parent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stitch.core.ids import Digest
-from stitch.store.port import BlobStore, Body, Entry, Receipt, Trials
+from stitch.store.port import BlobStore, Body, Cancelled, Entry, Receipt, Trials, never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class Watched(BlobStore):
     def put(self, key: str, body: Body) -> Receipt:
         return self._store.put(key, body)
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
-        return self._store.put_named(key_of, body)
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        return self._store.put_named(key_of, body, cancelled=cancelled)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         return self._store.get(key, limit=limit, expect=expect)

@@ -33,7 +33,7 @@ from stitch.store.hashing import (
     too_long,
 )
 from stitch.store.keys import RESERVED_SEGMENT, check_key, check_prefix, is_key, tree_conflict
-from stitch.store.port import BlobStore, Body, Entry, Receipt
+from stitch.store.port import BlobStore, Body, Cancelled, Entry, Receipt, never
 
 UPLOAD_TTL_S: Final = 24 * 3600.0
 """Age, since the last write, at which an unfinished file is taken for a dead writer's. A live writer starts over."""
@@ -83,8 +83,8 @@ class DirectoryStore(BlobStore):
                     raise tree_conflict(key) from error
         raise Unavailable(f"store {self.url}: the folders of {key!r} keep vanishing")
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
-        return put_hashed_first(self, key_of, body)
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        return put_hashed_first(self, key_of, body, cancelled)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         with self._reporting(), self._opened(key) as file:

@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeVar
 from stitch.core.errors import CorruptObject, Unavailable
 from stitch.core.ids import Digest
 from stitch.store.hashing import checked, differs, digest_file, put_hashed_first
-from stitch.store.port import BlobStore, Body, Entry, Receipt, Trials
+from stitch.store.port import BlobStore, Body, Cancelled, Entry, Receipt, Trials, never
 
 Result = TypeVar("Result")
 Call = Literal["put", "get", "download", "stat", "entries", "delete"]
@@ -102,8 +102,8 @@ class FaultyStore(BlobStore):
     def put(self, key: str, body: Body) -> Receipt:
         return self._around("put", key, lambda: self._inner.put(key, body))
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
-        return put_hashed_first(self, key_of, body)
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        return put_hashed_first(self, key_of, body, cancelled)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         fault = self._begin("get", key)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from stitch.core.errors import CorruptObject
 from stitch.core.ids import Digest
-from stitch.store.hashing import Hasher, body_chunks
-from stitch.store.port import Body
+from stitch.store.hashing import Hasher, body_chunks, until_cancelled
+from stitch.store.port import Body, Cancelled, never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ def crc32(data: bytes | memoryview) -> str:
     return _written(zlib.crc32(data))
 
 
-def fingerprint(body: Body, part_bytes: int) -> Fingerprint:
-    """Of a checked body."""
+def fingerprint(body: Body, part_bytes: int, cancelled: Cancelled = never) -> Fingerprint:
+    """Of a checked body. Raises PutCancelled."""
     hasher = Hasher()
     checksums: list[str] = []
     crc, room = 0, part_bytes
-    for chunk in body_chunks(body):
+    for chunk in until_cancelled(body_chunks(body), cancelled):
         hasher.update(chunk)
         view = memoryview(chunk)
         while len(view) >= room:

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from stitch.core.errors import CorruptObject, InvalidRequest
 from stitch.core.ids import Digest
-from stitch.store.port import BlobStore, Body, Receipt
+from stitch.store.port import BlobStore, Body, Cancelled, PutCancelled, Receipt
 
 CHUNK_BYTES: Final = 1 << 20
 """Read at a time: amortises the calls, and some dozens of streams at once still need little memory."""
@@ -48,7 +48,7 @@ def digest_bytes(data: bytes | memoryview) -> Digest:
     return Digest(blake3(data).hexdigest())
 
 
-def digest_chunks(chunks: Iterable[bytes]) -> tuple[Digest, int]:
+def digest_chunks(chunks: Iterable[bytes | memoryview]) -> tuple[Digest, int]:
     """Digest and size in bytes."""
     hasher = Hasher()
     for chunk in chunks:
@@ -80,9 +80,9 @@ def digest_body(body: Body) -> tuple[Digest, int]:
     return digest_bytes(body), len(body)
 
 
-def put_hashed_first(store: BlobStore, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+def put_hashed_first(store: BlobStore, key_of: Callable[[Digest], str], body: Body, cancelled: Cancelled) -> Receipt:
     """`put_named` for stores that must know a key before they read the body."""
-    digest, size = digest_body(checked_body(body))
+    digest, size = digest_chunks(until_cancelled(body_chunks(checked_body(body)), cancelled))
     receipt = store.put(key_of(digest), body)
     if (receipt.blake3, receipt.size) != (digest, size):
         raise CorruptObject(f"object {receipt.key!r}: the body was changed while it was uploaded")
@@ -102,6 +102,14 @@ def body_chunks(body: Body) -> Iterator[bytes | memoryview]:
     view = memoryview(body)
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
+
+
+def until_cancelled(chunks: Iterable[bytes | memoryview], cancelled: Cancelled) -> Iterator[bytes | memoryview]:
+    """The chunks; PutCancelled in the place of the next one where nobody waits any more."""
+    for chunk in chunks:
+        if cancelled():
+            raise PutCancelled("the upload was given up")
+        yield chunk
 
 
 def checked(key: str, data: bytes, *, limit: int, expect: Digest | None) -> bytes:

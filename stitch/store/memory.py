@@ -14,7 +14,7 @@ from stitch.core.errors import InvalidRequest, VersionConflict
 from stitch.core.ids import Digest
 from stitch.store.hashing import CHUNK_BYTES, Stream, checked, checked_body, digest_bytes, download_verified, put_hashed_first
 from stitch.store.keys import check_key, check_prefix, folders_of, tree_conflict
-from stitch.store.port import BlobStore, Body, Entry, Receipt
+from stitch.store.port import BlobStore, Body, Cancelled, Entry, Receipt, never
 
 _NAME = re.compile(r"[A-Za-z0-9._-]*\Z")
 
@@ -52,8 +52,8 @@ class MemoryStore(BlobStore):
             raise VersionConflict(f"object {key!r} exists with blake3 {held.blake3}, not {digest}")
         return Receipt(key=key, size=len(data), blake3=digest)
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
-        return put_hashed_first(self, key_of, body)
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        return put_hashed_first(self, key_of, body, cancelled)
 
     def get(self, key: str, *, limit: int, expect: Digest | None = None) -> bytes:
         return checked(key, self._object(key).data, limit=limit, expect=expect)

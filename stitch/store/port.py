@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from stitch.core.errors import Unavailable
 from stitch.core.ids import Digest
 
 MAX_KEY_BYTES: Final = 900
@@ -25,6 +26,17 @@ MAX_SEGMENT_BYTES: Final = 255
 
 Body = bytes | memoryview | Path
 """What is uploaded: bytes in memory, or a file that does not change meanwhile. Either can be read again for a retry."""
+
+
+Cancelled = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
+
+
+class PutCancelled(Unavailable):
+    """Nobody waits for the object any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +83,11 @@ class BlobStore(ABC):
         """Creates the object; see above for a key that exists."""
 
     @abstractmethod
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
         """As `put`, under the key that `key_of` makes of the body's digest, so that a store may read the body only once.
 
-        CorruptObject where the body changes meanwhile.
+        CorruptObject where the body changes meanwhile. `cancelled` is asked between the pieces of a large body: PutCancelled where
+        it says so, and what was begun is undone.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from stitch.core.ids import Digest
 from stitch.store.fingerprint import body_size
 from stitch.store.hashing import Stream, checked, checked_body, digest_chunks, download_verified, too_long
 from stitch.store.keys import check_key, check_prefix, is_key
-from stitch.store.port import BlobStore, Body, Entry, Receipt, Trials
+from stitch.store.port import BlobStore, Body, Cancelled, Entry, Receipt, Trials, never
 from stitch.store.read_ahead import RANGE_BYTES, ReadAhead
 from stitch.store.s3_calls import TRIES, Refusal, S3Calls, pause_before
 from stitch.store.s3_place import S3Place, parse_s3
@@ -54,21 +54,21 @@ class S3Store(BlobStore):
 
     def put(self, key: str, body: Body) -> Receipt:
         self._name(key)  # refused before the body is read
-        return self._put(lambda _: key, body)
+        return self._put(lambda _: key, body, never)
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
-        return self._put(key_of, body)
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        return self._put(key_of, body, cancelled)
 
-    def _put(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+    def _put(self, key_of: Callable[[Digest], str], body: Body, cancelled: Cancelled) -> Receipt:
         body = checked_body(body)
-        with self._uploads.taken_in(body, body_size(body)) as (taken, found):
+        with self._uploads.taken_in(body, body_size(body), cancelled) as (taken, found):
             key = key_of(found.blake3)
             name = self._name(key)
             receipt = Receipt(key=key, size=found.size, blake3=found.blake3)
             if receipt.size >= LOOK_FIRST_BYTES and self._holds(name, receipt):
                 return receipt
             for attempt in range(1, CREATE_TRIES + 1):
-                if self._uploads.create(name, taken, found) or self._holds(name, receipt):
+                if self._uploads.create(name, taken, found, cancelled) or self._holds(name, receipt):
                     return receipt
                 pause_before(attempt)
             raise Unavailable(f"store {self.url}: creating {key!r} keeps colliding with others")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from stitch.core.errors import StitchError, Unavailable
 from stitch.store.fingerprint import Fingerprint, changed, crc32, fingerprint, read_part
-from stitch.store.port import Body
+from stitch.store.port import Body, Cancelled, PutCancelled, never
 from stitch.store.s3_calls import Refusal, S3Calls
 
 MIB: Final = 1 << 20
@@ -51,22 +51,22 @@ class Uploads:
         self._pool.shutdown(cancel_futures=True)
 
     @contextlib.contextmanager
-    def taken_in(self, body: Body, size: int) -> Iterator[tuple[Body, Fingerprint]]:
+    def taken_in(self, body: Body, size: int, cancelled: Cancelled) -> Iterator[tuple[Body, Fingerprint]]:
         """The body, in memory where one request can carry it, and all that is to be known of it."""
         if size > self._part_bytes:
-            yield body, fingerprint(body, max(self._part_bytes, math.ceil(size / MAX_PARTS)))
+            yield body, fingerprint(body, max(self._part_bytes, math.ceil(size / MAX_PARTS)), cancelled)
             return
         with self._room if size > SMALL_BYTES else contextlib.nullcontext():
             data = body.read_bytes() if isinstance(body, Path) else body
-            yield data, fingerprint(data, self._part_bytes)
+            yield data, fingerprint(data, self._part_bytes, cancelled)
 
-    def create(self, name: str, body: Body, print_: Fingerprint) -> bool:
-        """Whether this call made the object. Where not, another may exist, or may not."""
+    def create(self, name: str, body: Body, print_: Fingerprint, cancelled: Cancelled) -> bool:
+        """Whether this call made the object. Where not, another may exist, or may not. `cancelled` is asked before each part."""
         try:
             if len(print_.checksums) == 1:
                 self._put(name, body, print_)
             else:
-                self._put_in_parts(name, body, print_)
+                self._put_in_parts(name, body, print_, cancelled)
         except Refusal as refusal:
             if refusal.code in _TAKEN:
                 return False
@@ -123,23 +123,22 @@ class Uploads:
             Metadata={DIGEST_METADATA: print_.blake3},
         )
 
-    def _put_in_parts(self, name: str, body: Body, print_: Fingerprint) -> None:
+    def _put_in_parts(self, name: str, body: Body, print_: Fingerprint, cancelled: Cancelled = never) -> None:
         made = self._calls.call(
             "create_multipart_upload", Key=name, ChecksumAlgorithm="CRC32", Metadata={DIGEST_METADATA: print_.blake3}
         )
         upload = {"Key": name, "UploadId": made["UploadId"]}
         try:
-            parts = self._put_parts(upload, body, print_)
+            parts = self._put_parts(upload, body, print_, cancelled)
             self._calls.call("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
         except BaseException:
             with contextlib.suppress(StitchError):  # what matters is why it failed; an upload left over is no object
                 self._abort(upload)
             raise
 
-    def _put_parts(self, upload: dict[str, str], body: Body, print_: Fingerprint) -> list[dict[str, Any]]:
-        futures = [
-            self._pool.submit(self._put_part, upload, body, number, print_) for number in range(1, len(print_.checksums) + 1)
-        ]
+    def _put_parts(self, upload: dict[str, str], body: Body, print_: Fingerprint, cancelled: Cancelled) -> list[dict[str, Any]]:
+        numbers = range(1, len(print_.checksums) + 1)
+        futures = [self._pool.submit(self._put_part, upload, body, number, print_, cancelled) for number in numbers]
         try:
             return [future.result() for future in futures]
         finally:
@@ -147,10 +146,14 @@ class Uploads:
                 future.cancel()
             wait(futures)  # no part may arrive after the abort
 
-    def _put_part(self, upload: dict[str, str], body: Body, number: int, print_: Fingerprint) -> dict[str, Any]:
+    def _put_part(
+        self, upload: dict[str, str], body: Body, number: int, print_: Fingerprint, cancelled: Cancelled
+    ) -> dict[str, Any]:
         start = (number - 1) * print_.part_bytes
         checksum = print_.checksums[number - 1]
         with self._room:
+            if cancelled():
+                raise PutCancelled("the upload was given up")
             data = bytes(read_part(body, start, min(print_.part_bytes, print_.size - start)))
             try:
                 answer = self._calls.call("upload_part", **upload, PartNumber=number, Body=data, ChecksumCRC32=checksum)

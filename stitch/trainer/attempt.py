@@ -106,14 +106,15 @@ class Attempt:
         waits = pauses(*BACKOFF_SECONDS)
         while True:
             try:
-                return await self._bounded(act)
+                return await self.bounded(act)
             except Unavailable as error:
                 if self.expired:
                     raise
                 self.report_waiting(str(error))
                 await asyncio.sleep(min(self.remaining, next(waits)))
 
-    async def _bounded(self, act: Callable[[], Awaitable[T]]) -> T:
+    async def bounded(self, act: Callable[[], Awaitable[T]]) -> T:
+        """The result of `act`. Unavailable at the deadline."""
         bound = asyncio.timeout(self.remaining)
         try:
             async with bound:

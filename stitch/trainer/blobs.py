@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -30,17 +31,22 @@ class Blobs:
         self._scratch = scratch
         self._threads = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stitch-upload")
         self._ahead: dict[tuple[str, Path], Future[Receipt]] = {}
+        self._given_up = threading.Event()
+        """Of the transfers that were begun since the last `drop`."""
 
     def close(self) -> None:
-        """Waits for the transfers in hand."""
+        """Waits for the transfers in hand, which end with the piece that they are at."""
+        self._given_up.set()
         self._threads.shutdown(cancel_futures=True)
 
     def begin(self, prefix: str, source: Path) -> None:
         """Starts to upload a file that `upload` will be asked for; `drop` it where it then was not."""
-        self._ahead[prefix, source] = self._threads.submit(self._put, prefix, source)
+        self._ahead[prefix, source] = self._threads.submit(self._put, prefix, source, self._given_up)
 
     def drop(self) -> None:
-        """Ends what was begun and not asked for: no file is read any more. Blocks while a transfer ends."""
+        """Ends what was begun: no file is read any more. Blocks while a transfer ends the piece that it is at."""
+        self._given_up.set()
+        self._given_up = threading.Event()
         for future in self._ahead.values():
             future.cancel()
         wait(self._ahead.values())
@@ -98,25 +104,27 @@ class Blobs:
 
     async def _upload_one(self, prefix: str, file: LocalFile, attempt: Attempt) -> StoredFile:
         begun = self._ahead.get((prefix, file.source))
-        got = None if begun is None else await self._result(begun)
+        got = None if begun is None else await self._result(begun, attempt)
         self._ahead.pop((prefix, file.source), None)
         if got is None:
-            got = await self._call(attempt, partial(self._put, prefix, file.source))
+            got = await self._call(attempt, partial(self._put, prefix, file.source, self._given_up))
         if file.changed():
             raise CorruptObject(
                 f"{file.source} was changed while it was published; nothing was. Publish a directory that nobody writes to any more"
             )
         return StoredFile(path=file.path, key=got.key, size=got.size, blake3=got.blake3)
 
-    def _put(self, prefix: str, source: Path) -> Receipt:
-        return self.store.put_named(partial(object_key, prefix), source)
+    def _put(self, prefix: str, source: Path, given_up: threading.Event) -> Receipt:
+        return self.store.put_named(partial(object_key, prefix), source, cancelled=given_up.is_set)
 
     @staticmethod
-    async def _result(begun: Future[Receipt]) -> Receipt | None:
-        """None where the store was away: the upload begins again, as one that may be waited for."""
+    async def _result(begun: Future[Receipt], attempt: Attempt) -> Receipt | None:
+        """None where the store was away: the upload begins again, as one that may be waited for. Unavailable at the deadline."""
         try:
-            return await asyncio.wrap_future(begun)
+            return await attempt.bounded(lambda: asyncio.wrap_future(begun))
         except Unavailable:
+            if attempt.expired:
+                raise
             return None
 
     async def _call(self, attempt: Attempt, act: Callable[[], T]) -> T:

@@ -21,7 +21,9 @@ from botocore.exceptions import ClientError, ConnectionClosedError
 from stitch.core.errors import CorruptObject, InvalidRequest, Unavailable, VersionConflict
 from stitch.store import s3_calls
 from stitch.store.hashing import digest_bytes
+from stitch.store.port import PutCancelled
 from stitch.store.s3 import LOOK_FIRST_BYTES, S3Store, parse_s3
+from stitch.store.s3_upload import PARTS_AT_ONCE
 from tests.support.provision import free_port
 from tests.support.s3 import BUCKET, REGION, S3Server, below
 
@@ -447,6 +449,19 @@ def test_a_failed_upload_in_parts_is_aborted(store: S3Store, spy: Spy, raw: Call
     assert spy.made[-1] == "abort_multipart_upload"
     assert [u for u in raw("list_multipart_uploads").get("Uploads", ()) if u["Key"].endswith("/large")] == []
     assert store.stat("large") is None
+
+
+def test_an_upload_that_nobody_waits_for_any_more_ends_with_the_parts_in_hand(
+    store: S3Store, spy: Spy, raw: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(secrets.token_bytes(10 * PART_BYTES))
+    with pytest.raises(PutCancelled):
+        store.put_named(lambda digest: f"k/{digest}", tmp_path / "large", cancelled=lambda: "upload_part" in spy.made)
+    assert 1 <= spy.made.count("upload_part") <= PARTS_AT_ONCE
+    assert raw("list_multipart_uploads").get("Uploads", ()) == () or all(
+        "k/" not in upload["Key"] for upload in raw("list_multipart_uploads")["Uploads"]
+    )
+    assert list(store.entries("")) == []
 
 
 def test_a_loser_in_parts_is_aborted(store: S3Store, raw: Callable[..., Any]) -> None:

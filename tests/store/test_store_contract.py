@@ -18,7 +18,7 @@ from stitch.store.directory import DirectoryStore
 from stitch.store.faulty import FaultyStore
 from stitch.store.hashing import digest_bytes
 from stitch.store.memory import MemoryStore
-from stitch.store.port import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, BlobStore, Body, Receipt
+from stitch.store.port import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, BlobStore, Body, PutCancelled, Receipt
 
 pytestmark = pytest.mark.contract
 
@@ -169,6 +169,9 @@ def test_put_under_a_name_made_of_the_digest(store: BlobStore, tmp_path: Path, s
     expected = Receipt(key=f"k/{digest_bytes(data)}", size=size, blake3=digest_bytes(data))
     assert store.put_named(lambda digest: f"k/{digest}", file) == expected
     assert store.put_named(lambda digest: f"k/{digest}", data) == expected
+    with pytest.raises(PutCancelled):
+        store.put_named(lambda digest: f"l/{digest}", file, cancelled=lambda: True)
+    assert list(store.entries("l/")) == []
     assert store.get(expected.key, limit=size) == data
     with pytest.raises(VersionConflict):
         store.put_named(lambda _: expected.key, b"other")

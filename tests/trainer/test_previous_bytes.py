@@ -286,8 +286,8 @@ def test_uploads_begin_while_tensors_are_still_encoded(kind: Any, monkeypatch: p
     uploaded = threading.Event()
 
     class Watched(MemoryStore):
-        def put_named(self, key_of: Any, body: Any) -> Receipt:
-            receipt = super().put_named(key_of, body)
+        def put_named(self, key_of: Any, body: Any, **options: Any) -> Receipt:
+            receipt = super().put_named(key_of, body, **options)
             uploaded.set()
             return receipt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from stitch.core.ids import Digest
 from stitch.core.manifest import weights_digest
 from stitch.store.faulty import Fault, FaultyStore, Kind
 from stitch.store.memory import MemoryStore
-from stitch.store.port import Body, Receipt
+from stitch.store.port import Body, Cancelled, PutCancelled, Receipt, never
 from stitch.weights.digest import spec_of
 from stitch.weights.safetensors import write_checkpoint
 from stitch.weights.tensors import host_tensors
@@ -78,14 +79,14 @@ class Rewriting(MemoryStore):
         self._rewrite = rewrite
         self._asked = 0
 
-    def put_named(self, key_of: Callable[[Digest], str], body: Body) -> Receipt:
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
         if isinstance(body, Path) and body.suffix == ".safetensors":
             self._asked += 1
             if self._asked == 1:
                 raise Unavailable("away")
             if self._asked == 2:
                 self._rewrite()
-        return super().put_named(key_of, body)
+        return super().put_named(key_of, body, cancelled=cancelled)
 
 
 def test_a_directory_that_is_written_over_while_it_is_published_is_refused(tmp_path: Path) -> None:
@@ -99,3 +100,34 @@ def test_a_directory_that_is_written_over_while_it_is_published_is_refused(tmp_p
         publication = publisher.publish(latest)
         assert publication.ref.number == 0
         assert publication.weights_digest == weights_digest(map(spec_of, host_tensors(weights(1))))
+
+
+class Endless(MemoryStore):
+    """Takes weights until nobody wants it to, from the moment on at which the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endless = False
+        self.given_up = 0
+
+    def put_named(self, key_of: Callable[[Digest], str], body: Body, *, cancelled: Cancelled = never) -> Receipt:
+        if self.endless and isinstance(body, Path) and body.suffix == ".safetensors":
+            while not cancelled():
+                time.sleep(0.01)
+            self.given_up += 1
+            raise PutCancelled("given up")
+        return super().put_named(key_of, body, cancelled=cancelled)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_deadline_ends_an_upload_under_way(tmp_path: Path, ahead: bool) -> None:
+    """Whether it was begun ahead, as that of a directory's files, or when all was encoded."""
+    store = Endless()
+    with Place.on_disk(tmp_path).publisher(store=store) as publisher:
+        publisher.publish(checkpoint(tmp_path / "b", 0))
+        store.endless = True
+        with pytest.raises(Unavailable, match="no answer before the deadline of 1 s"):
+            publisher.publish(checkpoint(tmp_path / "c", 1) if ahead else weights(1), timeout=1)
+        assert store.given_up
+        store.endless = False
+        assert publisher.publish(checkpoint(tmp_path / "d", 1)).ref.number == 1

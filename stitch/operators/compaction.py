@@ -26,7 +26,7 @@ from stitch.log.views import new_event_id
 from stitch.operators.ledger import Ledger
 from stitch.operators.versions import added_anchors
 from stitch.store.manifests import attempt_prefix, object_key, read_manifest, write_manifest
-from stitch.store.port import BlobStore
+from stitch.store.port import BlobStore, Cancelled, Receipt
 from stitch.weights.safetensors import open_checkpoint
 from stitch.weights.staging import Staging
 
@@ -151,7 +151,8 @@ class Compactor:
     async def _upload(self, policy: PolicyLineage, version: Version, path: Path) -> AnchorAdded:
         """The decision to append, once all that it names is durable."""
         self._progress(f"{version.ref}: uploading", 0, 0)
-        manifest = await _in_thread(partial(self._upload_now, version, policy.epoch, path))
+        cancelled = threading.Event()
+        manifest = await _in_thread(partial(self._upload_now, version, policy.epoch, path, cancelled.is_set), cancelled)
         ref = await asyncio.to_thread(write_manifest, self._store, manifest)
         return AnchorAdded(
             policy=policy.policy,
@@ -163,7 +164,7 @@ class Compactor:
             size=sum(file.size for file in (*manifest.weights, *manifest.files)),
         )
 
-    def _upload_now(self, version: Version, epoch: Epoch, path: Path) -> Manifest:
+    def _upload_now(self, version: Version, epoch: Epoch, path: Path, cancelled: Cancelled) -> Manifest:
         """The full form's manifest, which names objects of its own attempt alone: what its base shares may go with the base."""
         delta = read_manifest(self._store, version.manifest)
         prefix = attempt_prefix(delta.policy, version.ref.run, version.ref.number, epoch)
@@ -171,8 +172,12 @@ class Compactor:
             names = [*checkpoint.weights]
         count = len(names)
         names += [file.path for file in delta.files]
+
+        def put(name: str) -> Receipt:
+            return self._store.put_named(partial(object_key, prefix), path / name, cancelled=cancelled)
+
         with ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stitch-compact") as pool:
-            receipts = list(pool.map(lambda name: self._store.put_named(partial(object_key, prefix), path / name), names))
+            receipts = list(pool.map(put, names))
         stored = tuple(
             StoredFile(path=name, key=receipt.key, size=receipt.size, blake3=receipt.blake3)
             for name, receipt in zip(names, receipts, strict=True)

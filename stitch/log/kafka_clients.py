@@ -189,8 +189,8 @@ class Consumer:
         stopping.cancel()
         # Whatever became of that: a stop ends early where a fetch of its own was cancelled while it waited to try again.
         await consumer._client.close()
-        await asyncio.wait({stopping})
-        if not stopping.cancelled() and (error := stopping.exception()) is not None:
+        await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
+        if stopping.done() and not stopping.cancelled() and (error := stopping.exception()) is not None:
             _logger.debug("a discarded consumer of Kafka ended with %r", error)
 
 

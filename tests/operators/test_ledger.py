@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stitch.core.errors import InvalidRequest, UnreadableEvent
+from stitch.core.errors import InvalidRequest, OutcomeUnknown, UnreadableEvent
 from stitch.core.events import ChannelMoved, FormatRaised, VersionQuarantined
 from stitch.core.ids import ChannelName, EventId, Sequence, WriterId
 from stitch.core.lineage import Verdict
@@ -18,6 +18,7 @@ from stitch.log.views import new_event_id
 from stitch.operators.ledger import Decision, open_ledger
 from tests.operators.published import POLICY
 from tests.operators.world import World, ref, retirement
+from tests.support.closing_log import ClosingLog
 
 pytestmark = pytest.mark.unit
 
@@ -53,6 +54,22 @@ async def test_each_is_accepted_whatever_the_log_does_once(
         assert (await ledger.read_on()).verdicts[decision.event_id] is Verdict.ACCEPTED
         await ledger.write_pointers()
     assert (await world.latest_pointer()) is not None
+
+
+async def test_a_copy_that_is_refused_says_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may land whatever the log says of this one; where none was sent, a refusal is one."""
+    monkeypatch.setattr("stitch.operators.ledger.AGAIN_SECONDS", (0.01, 0.1))
+    world = World()
+    await world.publish("FF")
+    log = ClosingLog(world.log, script(Fault.HOLD))
+    async with world.ledger(log) as ledger:
+        with pytest.raises(OutcomeUnknown):
+            await ledger.settle(move(1), 2.0)
+        with pytest.raises(InvalidRequest):
+            await ledger.settle(move(0), 30.0)
+        await log.release()
+        policy = await ledger.read_on()
+    assert policy.channels[ChannelName("stable")].target == ref(1)
 
 
 async def test_of_two_operators_the_second_learns_that_it_was_late() -> None:

@@ -31,6 +31,7 @@ from stitch.store.opening import open_store
 from stitch.trainer.attempt import Progress, Step
 from stitch.trainer.author import Publication
 from stitch.trainer.publisher import Publisher
+from tests.support.closing_log import ClosingLog
 from tests.support.provision import wait_until
 from tests.trainer.places import PATIENCE, Place, same, weights
 
@@ -117,18 +118,9 @@ def test_an_unknown_outcome_is_settled_by_the_next_publish(place: Place, faulty:
     assert same(place.read_back(0)[0], weights(0))
 
 
-class Closing(FaultyLog):
-    """Loses the acknowledgement of one decision, and refuses every copy of it, as where a permission is taken away meanwhile."""
-
-    async def append(self, stream: Stream, draft: Draft, *, timeout: float | None = None) -> None:
-        if stream is Stream.PUBLICATIONS and self.held:
-            raise InvalidRequest("log: refused", field="log")
-        await super().append(stream, draft, timeout=timeout)
-
-
 def test_a_copy_that_is_refused_says_nothing_of_the_one_before(place: Place) -> None:
     """It may land whatever the log says of this one."""
-    closing = Closing(place.memory_log())
+    closing = ClosingLog(place.memory_log())
     with place.publisher(log=closing) as pub:
         closing.plan(only_publications(Fault.HOLD))
         with pytest.raises(OutcomeUnknown, match="version 0"):

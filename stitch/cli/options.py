@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 import click
 
 TOKEN_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+STDERR: Final = 2
+_SHOW_CURSOR: Final = b"\x1b[?25h"
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -79,6 +81,13 @@ def read_token_file(token_file: Path) -> str:
     return token
 
 
+def end_at_once(number: int) -> None:
+    """Ends the process as the signal does where nobody handles it. A bar hides the cursor, and has no time left to show it."""
+    os.write(STDERR, _SHOW_CURSOR if os.isatty(STDERR) else b"")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
 def run(work: Coroutine[Any, Any, T], *, patience: int = 1) -> T:
     """Runs a command's coroutine. The first `patience` SIGINT or SIGTERM cancel it, and it may tidy up; then KeyboardInterrupt is
     raised. One more ends the process at once, whatever it waits for."""
@@ -95,9 +104,7 @@ async def _until_signal(work: Coroutine[Any, Any, T], patience: int) -> T:
         nonlocal signals
         signals += 1
         if signals > patience:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            end_at_once(number)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console, RenderableType
@@ -24,13 +24,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from stitch.cli.options import STDERR, end_at_once
 from stitch.operators.watched import Watched
 from stitch.weights.staging import StagingCancelled
 
 F = TypeVar("F", bound=Callable[..., Any])
-_STDERR: Final = 2
-_SHOW_CURSOR: Final = b"\x1b[?25h"
-"""A bar hides it, and has no time left to show it again."""
 
 
 @contextmanager
@@ -42,11 +40,9 @@ def stoppable() -> Iterator[Callable[[], bool]]:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         if stopped:
-            os.write(_STDERR, _SHOW_CURSOR if os.isatty(_STDERR) else b"")
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            end_at_once(number)
         stopped = True
-        os.write(_STDERR, b"\nstopping once the transfers in hand are done; again to stop at once\n")  # print might meet itself
+        os.write(STDERR, b"\nstopping once the transfers in hand are done; again to stop at once\n")  # print might meet itself
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, TypeVar
+from typing import Final
 
 from immutables import Map
 
@@ -72,20 +72,17 @@ class Fleet:
         return member.heard.time_ms + member.lease_ms < self.now_ms
 
 
-PositionOrNone = TypeVar("PositionOrNone", Position, Position | None)
-
 _member: Final = maker(Member)
 _fleet: Final = maker(Fleet)
 
 
 def apply(fleet: Fleet, state: ReplicaState, at: Position) -> tuple[Fleet, Heard]:
     """The fleet after the record, and what became of the record."""
-    old = fleet.members.get(state.replica)
-    heard = _judge(old, state, at)
     members = fleet.members if at.time_ms >= fleet.now_ms else _set_back(fleet.members, at.time_ms)
+    old = members.get(state.replica)
+    heard = _judge(old, state, at)
     if heard is not Heard.ACCEPTED:
         return _fleet(members=members, now_ms=at.time_ms), heard
-    old = members.get(state.replica)
     same_life = old if old is not None and old.state.life == state.life else None
     member = _member(
         state=state,
@@ -103,11 +100,15 @@ def _set_back(members: Map[ReplicaId, Member], now_ms: int) -> Map[ReplicaId, Me
     Who was heard later than now was heard now: a clock that was ahead for a moment leaves nobody silent, and no slot held, for as
     long as it was ahead.
     """
-    return Map({replica: replace(m, heard=_by(m.heard, now_ms), started=_by(m.started, now_ms)) for replica, m in members.items()})
 
+    def by_now(at: Position) -> Position:
+        return replace(at, time_ms=min(at.time_ms, now_ms))
 
-def _by(at: PositionOrNone, now_ms: int) -> PositionOrNone:
-    return at if at is None or at.time_ms <= now_ms else Position(offset=at.offset, time_ms=now_ms)
+    def set_back(member: Member) -> Member:
+        started = None if member.started is None else by_now(member.started)
+        return replace(member, heard=by_now(member.heard), started=started)
+
+    return Map({replica: set_back(member) for replica, member in members.items()})
 
 
 def _judge(old: Member | None, state: ReplicaState, at: Position) -> Heard:

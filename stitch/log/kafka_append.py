@@ -32,7 +32,7 @@ from aiokafka.errors import (
 )
 
 from stitch.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
-from stitch.log.kafka_clients import REQUEST_TIMEOUT_MS, STOP_TIMEOUT_S, Connecting
+from stitch.log.kafka_clients import REQUEST_TIMEOUT_MS, STOP_TIMEOUT_S, Connecting, Discarded
 from stitch.log.kafka_settings import KafkaSettings
 from stitch.log.port import Draft
 
@@ -72,7 +72,7 @@ class Appender:
         self._producer: Any = None
         self._connecting: Connecting | None = None
         self._starting = asyncio.Lock()
-        self._discarded: set[asyncio.Task[None]] = set()
+        self._discarded = Discarded()
         self._closed = False
 
     async def append(self, topic: str, draft: Draft, timeout: float) -> None:
@@ -97,8 +97,7 @@ class Appender:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S), self._starting:
                 self._discard(self._producer)
-        if self._discarded:
-            await asyncio.wait(self._discarded)
+        await self._discarded.ended()
 
     async def _hand_over(
         self, topic: str, draft: Draft, deadline: float, timeout: float
@@ -160,9 +159,7 @@ class Appender:
             self._producer = self._connecting = None
 
     def _retire(self, producer: Any, connecting: Connecting) -> None:
-        task = asyncio.get_running_loop().create_task(_stop(producer, connecting), name="stop a producer of Kafka")
-        self._discarded.add(task)
-        task.add_done_callback(self._discarded.discard)
+        self._discarded.add(_stop(producer, connecting), "stop a producer of Kafka")
 
 
 def _tries(producer: Any, topic: str) -> Callable[[], int]:

@@ -102,6 +102,23 @@ def _as_kafka_s() -> Iterator[None]:
         raise KafkaConnectionError(str(error)) from error
 
 
+class Discarded:
+    """Clients that nobody uses any more, each with the task that ends it."""
+
+    def __init__(self) -> None:
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def add(self, ending: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(ending, name=name)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def ended(self) -> None:
+        """Returns once all have ended that were added."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+
 class Consumer:
     """A consumer that is started when first needed, and again after it was discarded. Of one event loop."""
 
@@ -112,7 +129,7 @@ class Consumer:
         self._starting = asyncio.Lock()
         self._asking: dict[asyncio.Task[Any], Any] = {}
         """Questions under way, and the consumer that each was put to."""
-        self._discarded: set[asyncio.Task[None]] = set()
+        self._discarded = Discarded()
         self._closed = False
 
     async def started(self, partition: TopicPartition | None = None, position: int = 0) -> tuple[Any, bool]:
@@ -172,13 +189,10 @@ class Consumer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S), self._starting:
                 self.discard()
-        if self._discarded:
-            await asyncio.wait(self._discarded)
+        await self._discarded.ended()
 
     def _retire(self, consumer: Any, connecting: Connecting) -> None:
-        task = asyncio.get_running_loop().create_task(self._stop(consumer, connecting), name="stop a consumer of Kafka")
-        self._discarded.add(task)
-        task.add_done_callback(self._discarded.discard)
+        self._discarded.add(self._stop(consumer, connecting), "stop a consumer of Kafka")
 
     async def _stop(self, consumer: Any, connecting: Connecting) -> None:
         if asking := {task for task, asked in self._asking.items() if asked is consumer}:

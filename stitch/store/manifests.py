@@ -11,9 +11,7 @@ one zstd frame, which its first bytes tell. Carried files that did not change si
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 import zstandard
@@ -30,6 +28,7 @@ from stitch.core.manifest import (
     manifest_digest,
 )
 from stitch.store.port import BlobStore, Receipt
+from stitch.store.scratch import scratch_folder
 
 COMPRESS_ABOVE_BYTES: Final = 64 * 1024
 """Below it a manifest stays readable to the eye; above it, names and shapes shrink about tenfold."""
@@ -137,8 +136,8 @@ def verify_version(store: BlobStore, ref: ManifestRef, *, deep: bool = False) ->
 
 
 def _hash_all(store: BlobStore, manifest: Manifest, files: Iterable[StoredFile]) -> None:
-    with tempfile.TemporaryDirectory(prefix="stitch-verify-") as scratch:
-        path = Path(scratch) / "object"
+    with scratch_folder("verify") as scratch:
+        path = scratch / "object"
         for file in files:
             try:
                 store.download(receipt(file), path)

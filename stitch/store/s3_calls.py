@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Final
 
 from stitch.core.errors import InvalidRequest, StitchError, Unavailable
@@ -63,7 +62,6 @@ _TRANSIENT: Final = frozenset(
         "IncompleteBody",
     }
 )
-_UNKNOWN: Final = frozenset({"NotImplemented"})
 _NOT_IMPLEMENTED: Final = 501
 _CREDENTIALS: Final = frozenset(
     {
@@ -100,10 +98,10 @@ class S3Calls:
     def __init__(self, place: S3Place) -> None:
         self._url = place.url
         self._bucket = place.bucket
-        endpoint, region = place.endpoint, place.region
-        config = Config(
+        self._place = place
+        self._config = Config(
             signature_version="s3v4",
-            s3={"addressing_style": place.addressing or ("path" if endpoint else "auto")},
+            s3={"addressing_style": place.addressing or ("path" if place.endpoint else "auto")},
             max_pool_connections=MAX_CONNECTIONS,
             retries={"total_max_attempts": 1, "mode": "standard"},  # "max_attempts" would count what follows the first
             connect_timeout=CONNECT_TIMEOUT_S,
@@ -113,15 +111,15 @@ class S3Calls:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        self._make = partial(self._made, config, endpoint, region)
-        self._client = self._make()
-        self._making = threading.Lock()
+        self._client = self._new_client()
+        self._renewing = threading.Lock()
 
-    def _made(self, config: Config, endpoint: str | None, region: str | None) -> Any:
+    def _new_client(self) -> Any:
+        endpoint = self._place.endpoint
         try:
             session = boto3.session.Session()
-            where = region or session.region_name or ("us-east-1" if endpoint else None)
-            return session.client("s3", endpoint_url=endpoint, region_name=where, config=config)
+            where = self._place.region or session.region_name or ("us-east-1" if endpoint else None)
+            return session.client("s3", endpoint_url=endpoint, region_name=where, config=self._config)
         except (BotoCoreError, ValueError) as error:  # a profile that is none, half a key, an endpoint that is no URL
             raise InvalidRequest(f"store: {self._url} cannot be opened as it is configured: {error}", field="store") from error
 
@@ -164,9 +162,9 @@ class S3Calls:
 
     def _look_for_credentials(self, client: Any) -> None:
         """A client looks for credentials when it is made, and never again: where they came later, the next call has them."""
-        with self._making:
+        with self._renewing:
             if client is self._client:
-                self._client = self._make()
+                self._client = self._new_client()
 
     def _translated(self, error: Exception, operation: str, name: str) -> StitchError | KeyError:
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
@@ -177,7 +175,7 @@ class S3Calls:
             return self._unavailable(operation, error)
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if code in _UNKNOWN or status == _NOT_IMPLEMENTED:
+        if code == "NotImplemented" or status == _NOT_IMPLEMENTED:
             said = error.response.get("Error", {}).get("Message") or code or status
             return Refusal(
                 f"store: {self._url} does not know what {operation} needs ({said}); `stitch doctor` says what a store must do",
